@@ -1,0 +1,48 @@
+"""Holdfast: data loading for PyTorch with processes that are allowed to die.
+
+errors, policy   what can be raised, and what can be set
+core/            decides: the ledger; no I/O, no clock
+shm/             shared memory: who owns which bytes
+local/           workers as processes of this machine: host, keeper, worker, pulse
+diagnose/        why it happened: findings, report
+loader/          the DataLoader; iterator.py is the main path
+testing/         faults to inject, for our tests and yours
+cli/             the command line
+
+An import points one way, down this list: a test keeps it so.
+"""
+
+from holdfast.diagnose.report import Incident, Report
+from holdfast.errors import (
+    BatchTimeout,
+    CannotSend,
+    HoldfastError,
+    LoaderTorn,
+    PolicyError,
+    RemoteTraceback,
+    SampleError,
+    StreamBroken,
+    TooManyBad,
+    WorkerLost,
+)
+from holdfast.loader.dataloader import DataLoader
+from holdfast.policy import Policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchTimeout",
+    "CannotSend",
+    "DataLoader",
+    "HoldfastError",
+    "Incident",
+    "LoaderTorn",
+    "Policy",
+    "PolicyError",
+    "RemoteTraceback",
+    "Report",
+    "SampleError",
+    "StreamBroken",
+    "TooManyBad",
+    "WorkerLost",
+]

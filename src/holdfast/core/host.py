@@ -1,0 +1,40 @@
+"""Host: the contract between the supervisor and whoever owns the processes.
+
+A host starts workers, carries tasks to them, and reports what happened. It decides nothing. `LocalHost` runs
+processes of this machine; another host may run actors of a cluster.
+
+    open()     once, first
+    start()    for each life; the worker may not be up yet when it returns
+    send()     after start() of that life; never blocks; a send to a worker that is dying is lost, its Exited follows
+    wait()     blocks up to `timeout_s`; everything a worker finished comes before its Exited
+    renew()    ends all workers without a report; start() of each follows
+    discard()  takes back the memory of a result that will not be opened
+    close()    once, last, from any thread; ends every process it started, within seconds
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from holdfast.core.messages import Event
+
+
+class Silence(NamedTuple):
+    """Nothing was heard of a worker for long, or it noted a signal: an incident, but no event for the ledger."""
+
+    worker: int
+    life: int
+    what: str  # "silent" or "signal"
+    code: int
+    evidence: object
+
+
+class Host(Protocol):
+    """See the module."""
+
+    def open(self) -> None: ...
+    def start(self, worker: int, life: int) -> None: ...
+    def send(self, worker: int, life: int, task: int, payload: bytes) -> None: ...
+    def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]: ...
+    def renew(self) -> None: ...
+    def discard(self, result: object) -> None: ...
+    def close(self) -> None: ...

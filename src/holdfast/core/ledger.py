@@ -1,0 +1,441 @@
+"""Who holds which task, which attempt, whose turn: `on(event) -> [action]`.
+
+Plain Python: no I/O, no clock, no process. All of "nothing lost, nothing twice, in order, the right one blamed" is
+decided here, so it can be tested by the hundred thousand random schedules without starting a process.
+
+The rules:
+ 1. A task is charged with a death only if its worker had begun it (`Exited.on`).
+ 2. Whoever tells the ledger of a death has told it of all that the worker had finished before.
+ 3. Every event names a worker and its life; earlier lives are ignored.
+ 4. Batch n is delivered once, after n-1 (unless `in_order=False`: once, when it comes).
+ 5. A sample is bad when it ended `strikes` lives; deaths that may come from outside count as blame.py allows.
+ 6. The restart budget counts deaths without progress between them. Progress is a finished batch, or a position in
+    one that was not reached before.
+ 7. A worker that never comes up ends the run after a few tries.
+ 8. The same events give the same actions.
+"""
+
+import signal
+from collections import deque
+from collections.abc import Sequence
+
+from holdfast.core import blame
+from holdfast.core.messages import (
+    Action,
+    Booted,
+    BootFailed,
+    Cause,
+    Deliver,
+    Discard,
+    Drawn,
+    Drop,
+    Event,
+    Exhausted,
+    Exited,
+    Finished,
+    Lost,
+    Note,
+    Opened,
+    Place,
+    Renew,
+    Send,
+    Stage,
+    Start,
+    Stop,
+)
+from holdfast.policy import Policy
+
+# Signals that a program raises against itself by what it does; all others may come from anybody.
+OWN_FAULT = frozenset(
+    (
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    )
+)
+# A circuit breaker needs something to go by: below this many samples it never opens.
+BREAKER_LEAST = 20
+# Deaths in a row before a worker ever came up: what kills it then is there each time.
+BOOT_DEATHS = 5
+WHOLE_TASK = -1  # the position that stands for collate and send
+
+
+class Task:
+    """One batch on its way."""
+
+    __slots__ = (
+        "alone",
+        "attempt",
+        "bad",
+        "crashes",
+        "done",
+        "hits",
+        "id",
+        "number",
+        "reached",
+        "result",
+        "samples",
+        "worker",
+    )
+
+    def __init__(self, id: int, samples: int) -> None:
+        self.id = id
+        self.samples = samples
+        self.attempt = 0
+        self.worker = -1
+        self.number = 0  # of its worker's stream
+        self.alone = False
+        self.done = False
+        self.result: object = None
+        self.reached = -1  # the furthest position that was ever begun
+        self.bad: tuple[int, ...] = ()
+        self.crashes: dict[int, int] = {}  # position -> lives it ended at face value
+        self.hits: dict[int, tuple[int, float]] = {}  # position -> (maybe random deaths, seconds exposed)
+
+
+class Worker:
+    """One worker, in its present life."""
+
+    __slots__ = ("boot_deaths", "drawn", "id", "life", "open", "ready", "tasks")
+
+    def __init__(self, id: int, life: int, ready: bool) -> None:
+        self.id = id
+        self.life = life
+        self.ready = ready
+        self.boot_deaths = 0
+        self.tasks: dict[int, Task] = {}  # in the order they were sent
+        self.open = True  # its stream has more (iterable datasets)
+        self.drawn = 0  # batches asked of its stream
+
+
+class Ledger:
+    """See the module. `depth`: tasks a worker holds at once. `running`: lives that already exist (a later epoch)."""
+
+    def __init__(
+        self,
+        workers: int,
+        depth: int,
+        policy: Policy,
+        *,
+        in_order: bool = True,
+        streams: bool = False,
+        first_task: int = 0,
+        running: Sequence[int] = (),
+    ) -> None:
+        self._policy = policy
+        self._in_order = in_order
+        self._streams = streams
+        self._workers = [Worker(i, running[i] if running else 1, bool(running)) for i in range(workers)]
+        self._fresh = not running
+        self._capacity = deque(self._workers * depth)  # one entry per task that fits
+        self._rotation = 0
+        self._backlog: deque[Task] = deque()
+        self._tasks: dict[int, Task] = {}
+        self._turn = first_task
+        self._opened_at = 0.0
+        self._kills = 0  # deaths that may have come from outside
+        self._stalls = 0  # deaths since the last progress
+        self._stalled_on: set[tuple[int, int]] = set()
+        self._renewed = False
+        self._proven = False  # some sample got through, so no lock was inherited by all
+        self._seen = 0
+        self._bad = 0
+        self.stopped = False
+
+    @property
+    def lives(self) -> list[int]:
+        """The present life of each worker."""
+        return [worker.life for worker in self._workers]
+
+    @property
+    def open_streams(self) -> bool:
+        """False when every iterable worker has come to its end: there is nothing left to draw."""
+        return not self._streams or any(worker.open for worker in self._workers)
+
+    def on(self, event: Event) -> Sequence[Action]:
+        """Take one event in; give the actions it leads to, in the order they must be done."""
+        if self.stopped:
+            return [Discard(event.result)] if isinstance(event, Finished | BootFailed) else ()
+        match event:
+            case Finished():
+                return self._finished(event)
+            case Drawn():
+                return self._drawn(event)
+            case Exhausted():
+                return self._exhausted(event)
+            case Exited():
+                return self._exited(event)
+            case Booted():
+                return self._booted(event)
+            case BootFailed():
+                return self._boot_failed(event)
+            case Opened():
+                self._opened_at = event.at
+                return [Start(w.id, w.life) for w in self._workers] if self._fresh else ()
+
+    # The everyday path ---------------------------------------------------------------------------------------------
+
+    def _drawn(self, event: Drawn) -> Sequence[Action]:
+        task = self._tasks[event.task] = Task(event.task, event.samples)
+        if self._streams:
+            return self._draw_from_stream(task)
+        if not self._capacity:
+            self._backlog.append(task)
+            return ()
+        return (self._give(self._capacity.popleft(), task),)
+
+    def _give(self, worker: Worker, task: Task) -> Send:
+        task.worker = worker.id
+        worker.tasks[task.id] = task
+        return Send(
+            worker.id,
+            worker.life,
+            task.id,
+            task.attempt,
+            task.bad,
+            task.alone,
+            task.number,
+        )
+
+    def _draw_from_stream(self, task: Task) -> Sequence[Action]:
+        """Streams take turns, as torch has it; one that has ended is left out."""
+        for _ in self._workers:
+            worker = self._workers[self._rotation]
+            self._rotation = (self._rotation + 1) % len(self._workers)
+            if worker.open:
+                task.number = worker.drawn
+                worker.drawn += 1
+                return (self._give(worker, task),)
+        task.done, task.result = True, None
+        return self._deliver()
+
+    def _finished(self, event: Finished) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        task = worker.tasks.pop(event.task, None) if event.life == worker.life else None
+        if task is None:
+            return [Discard(event.result)]
+        self._progress()
+        self._proven = True
+        task.done, task.result = True, event.result
+        actions: list[Action] = []
+        if self._backlog:
+            actions.append(self._give(worker, self._backlog.popleft()))
+        else:
+            self._capacity.append(worker)
+        self._seen += task.samples
+        if event.bad:
+            self._bad += event.bad
+            actions += self._breaker()
+        actions += self._deliver()
+        return actions
+
+    def _deliver(self) -> list[Action]:
+        actions: list[Action] = []
+        if self._in_order:
+            while (task := self._tasks.get(self._turn)) is not None and task.done:
+                del self._tasks[self._turn]
+                self._turn += 1
+                actions.append(self._end_of(task))
+        else:
+            for task in [t for t in self._tasks.values() if t.done]:
+                del self._tasks[task.id]
+                actions.append(self._end_of(task))
+        return actions
+
+    @staticmethod
+    def _end_of(task: Task) -> Deliver | Drop:
+        return Drop(task.id) if task.result is None else Deliver(task.id, task.result)
+
+    def _exhausted(self, event: Exhausted) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        if event.life != worker.life or event.task not in worker.tasks:
+            return ()
+        self._progress()
+        return self._end_stream(worker)
+
+    def _end_stream(self, worker: Worker) -> list[Action]:
+        worker.open = False
+        for task in worker.tasks.values():
+            task.done, task.result = True, None
+        worker.tasks.clear()
+        return self._deliver()
+
+    def _progress(self) -> None:
+        if self._stalls:
+            self._stalls = 0
+            self._stalled_on.clear()
+
+    def _breaker(self) -> list[Action]:
+        if self._policy.bad_sample == "raise" or self._seen < BREAKER_LEAST:
+            return []
+        if self._bad <= self._policy.max_bad * self._seen:
+            return []
+        self.stopped = True
+        return [Stop("bad", None, self._bad, self._seen)]
+
+    # Coming up -----------------------------------------------------------------------------------------------------
+
+    def _booted(self, event: Booted) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        if event.life == worker.life:
+            worker.ready = True
+            worker.boot_deaths = 0
+        return ()
+
+    def _boot_failed(self, event: BootFailed) -> Sequence[Action]:
+        if event.life != self._workers[event.worker].life:
+            return [Discard(event.result)]
+        self.stopped = True
+        return [Stop("boot", event, self._bad, self._seen)]
+
+    # Deaths --------------------------------------------------------------------------------------------------------
+
+    def _exited(self, event: Exited) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        if event.life != worker.life:
+            return ()
+        if self._streams and not worker.open:
+            worker.life += 1  # it had nothing left to do, and needs no other life
+            return [Note(event, "nothing: its stream had ended", 0, 0)]
+        on = event.on if event.on is not None and event.on.task in worker.tasks else None
+        task = worker.tasks[on.task] if on is not None else None
+        self._count_stall(worker, task, on)
+        if self._looks_like_inherited_lock(event, on):
+            return self._renew(event)
+        strike, needed, bad = self._judge(event, task, on)
+        if not bad and self._out_of_patience(worker):
+            if len(self._stalled_on) != 1 or task is None:
+                self.stopped = True
+                return [
+                    Note(event, "gave up: no progress", strike, needed),
+                    Stop("restarts", event, self._bad, self._seen),
+                ]
+            bad = True  # nothing but this sample dies, again and again: it cannot be loaded here
+        actions: list[Action] = []
+        if bad and task is not None and on is not None:
+            did, actions = self._give_up(worker, task, on, event)
+        elif task is not None:
+            did = "started a new worker, which loads the batch again"
+        else:
+            did = "started a new worker; no sample was being loaded"
+        actions = [Note(event, did, strike, needed), *actions]
+        if self.stopped:
+            return actions
+        worker.life += 1
+        worker.ready = False
+        if self._streams and not worker.open:
+            return actions
+        if task is not None:
+            task.attempt += 1
+        return [*actions, *self._restart(worker)]
+
+    def _restart(self, worker: Worker) -> list[Action]:
+        held = list(worker.tasks.values())
+        worker.tasks.clear()
+        return [
+            Start(worker.id, worker.life),
+            *(self._give(worker, task) for task in held),
+        ]
+
+    def _count_stall(self, worker: Worker, task: Task | None, on: Place | None) -> None:
+        if not worker.ready:
+            worker.boot_deaths += 1
+        if task is not None and on is not None:
+            if on.position > task.reached:
+                self._progress()
+                self._proven = self._proven or on.position > 0
+                task.reached = on.position
+            self._stalled_on.add((task.id, _blamed_position(on)))
+            for position in [p for p in task.hits if WHOLE_TASK < p < on.position]:
+                del task.hits[position]  # it got through this time: not poison
+        else:
+            self._stalled_on.add((-1, worker.id))
+        self._stalls += 1
+
+    def _out_of_patience(self, worker: Worker) -> bool:
+        boots = min(BOOT_DEATHS, self._policy.restarts)
+        return self._stalls > self._policy.restarts or worker.boot_deaths > boots
+
+    def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
+        """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
+        maybe_chance = event.cause is Cause.SIGNAL and event.code not in OWN_FAULT
+        if maybe_chance:
+            self._kills += 1
+        if task is None or on is None or event.cause is Cause.KEEPER:
+            return 0, 0, False
+        if on.stage is Stage.FETCH_MANY:
+            task.alone = True  # one by one, so that the next death has a name
+            return 0, 0, False
+        position = _blamed_position(on)
+        needed = self._policy.strikes
+        if not maybe_chance:
+            strike = task.crashes[position] = task.crashes.get(position, 0) + 1
+            return strike, needed, strike >= needed
+        hits, exposed_s = task.hits.get(position, (0, 0.0))
+        hits, exposed_s = hits + 1, exposed_s + on.seconds
+        task.hits[position] = (hits, exposed_s)
+        lived_s = (event.at - self._opened_at) * len(self._workers)
+        guilty = hits >= needed and blame.unlikely_by_chance(hits, self._kills, exposed_s, lived_s)
+        return hits, needed, guilty
+
+    def _give_up(self, worker: Worker, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
+        """A sample (or a whole batch) is bad: do with it what the policy says."""
+        position = _blamed_position(on)
+        if self._streams or position == WHOLE_TASK or self._policy.bad_sample == "raise":
+            del worker.tasks[task.id]
+            task.done = True
+            task.result = Lost(task.id, position, event, task.attempt + 1)
+            if self._streams:
+                return "gave this worker's stream up", self._end_stream(worker)
+            self._capacity.append(worker)
+            self._seen += task.samples
+            return "gave the batch up: next() raises for it", self._deliver()
+        task.bad = (*task.bad, position)
+        self._bad += 1
+        actions = self._breaker()
+        if self._policy.bad_sample == "skip" and len(task.bad) == task.samples:
+            del worker.tasks[task.id]
+            task.done, task.result = True, None
+            self._capacity.append(worker)
+            return "left the sample out; its batch is empty", [
+                *actions,
+                *self._deliver(),
+            ]
+        left_out = self._policy.bad_sample == "skip"
+        return ("left the sample out" if left_out else "replaced the sample"), actions
+
+    # The inherited lock --------------------------------------------------------------------------------------------
+
+    def _looks_like_inherited_lock(self, event: Exited, on: Place | None) -> bool:
+        """A hang on the very first sample that anybody loaded: a fork may have copied a held lock. Once only."""
+        return (
+            event.cause is Cause.DEADLINE
+            and not self._proven
+            and not self._renewed
+            and (on is None or on.position <= 0)
+        )
+
+    def _renew(self, event: Exited) -> Sequence[Action]:
+        self._renewed = True
+        actions: list[Action] = [
+            Note(
+                event,
+                "started a new keeper and new workers; charged to no sample",
+                0,
+                0,
+            ),
+            Renew(),
+        ]
+        for worker in self._workers:
+            worker.life += 1
+            worker.ready = False
+            actions += self._restart(worker)
+        return actions
+
+
+def _blamed_position(on: Place) -> int:
+    return on.position if on.stage in (Stage.FETCH, Stage.REPLAY) else WHOLE_TASK

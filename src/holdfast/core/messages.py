@@ -1,0 +1,186 @@
+"""Everything that crosses a boundary inside Holdfast: events (past tense) go in, actions (imperative) come out.
+
+A *worker* is a number from 0 on; each process that plays it is a *life*. A *task* is one batch; its number is its
+*turn*. A sample's place in its batch is its *position*. `result` fields are opaque here: whoever made a task knows
+what they hold.
+
+Named tuples, because two events and two actions are made for every batch: 0.3 us each against 0.6 us for a frozen
+dataclass, and as immutable.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Stage(IntEnum):
+    """What a worker is doing; written into its pulse."""
+
+    BOOT = 0  # forked; unpickling the dataset
+    INIT = 1  # in worker_init_fn
+    IDLE = 2
+    FETCH = 3  # in dataset[index], one sample: the position says which
+    FETCH_MANY = 4  # in dataset.__getitems__: no single sample can be blamed
+    COLLATE = 5
+    SEND = 6  # writing the batch into its slot
+    REPLAY = 7  # an iterable dataset is being brought back to its place
+
+
+class Cause(IntEnum):
+    """How a life ended."""
+
+    SIGNAL = 0  # `code` is the signal
+    EXIT = 1  # `code` is the exit status
+    DEADLINE = 2  # we killed it: past sample_timeout
+    MEMORY = 3  # we killed it: past worker_memory
+    KEEPER = 4  # its keeper died or was replaced; nobody's fault
+
+
+class Place(NamedTuple):
+    """What a worker was on, from its pulse."""
+
+    task: int
+    position: int
+    stage: Stage
+    seconds: float
+
+
+# Events ------------------------------------------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """The supervisor is ready to act; `at` is its clock in seconds."""
+
+    at: float
+
+
+class Drawn(NamedTuple):
+    """The source gave one more task."""
+
+    task: int
+    samples: int
+
+
+class Booted(NamedTuple):
+    """A worker is ready for work."""
+
+    worker: int
+    life: int
+
+
+class BootFailed(NamedTuple):
+    """Unpickling the dataset or worker_init_fn raised."""
+
+    worker: int
+    life: int
+    result: object
+
+
+class Finished(NamedTuple):
+    """A task has an outcome, good or bad; it no longer needs its worker. `bad` samples are missing or replaced."""
+
+    worker: int
+    life: int
+    task: int
+    result: object
+    bad: int = 0
+
+
+class Exhausted(NamedTuple):
+    """An iterable dataset has nothing left in this worker."""
+
+    worker: int
+    life: int
+    task: int
+
+
+class Exited(NamedTuple):
+    """A life ended. All its messages were told before this one. `evidence` is for diagnosis alone."""
+
+    worker: int
+    life: int
+    at: float
+    cause: Cause
+    code: int
+    on: Place | None
+    evidence: object = None
+
+
+Event = Opened | Drawn | Booted | BootFailed | Finished | Exhausted | Exited
+
+# Actions -----------------------------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """Give this worker a new life."""
+
+    worker: int
+    life: int
+
+
+class Send(NamedTuple):
+    """Hand a task to a worker.
+
+    `bad`: positions known to kill; leave them out or replace them. `alone`: load the samples one by one.
+    `number`: the how-maniest batch of this worker's stream it is (iterable datasets).
+    """
+
+    worker: int
+    life: int
+    task: int
+    attempt: int
+    bad: tuple[int, ...]
+    alone: bool
+    number: int
+
+
+class Deliver(NamedTuple):
+    """It is this task's turn: give its result to the user."""
+
+    task: int
+    result: object
+
+
+class Drop(NamedTuple):
+    """This task ends without a batch: its stream is over, or all its samples were bad."""
+
+    task: int
+
+
+class Discard(NamedTuple):
+    """A result that nobody waits for any more; give its memory back."""
+
+    result: object
+
+
+class Renew(NamedTuple):
+    """Replace the keeper: its workers hang as if they had inherited a held lock. Starts follow."""
+
+
+class Note(NamedTuple):
+    """An incident: what happened, what was done about it, and the standing of the sample it happened on."""
+
+    event: Exited
+    did: str
+    strike: int
+    needed: int
+
+
+class Stop(NamedTuple):
+    """Going on would not help. `why`: "boot", "restarts" or "bad"."""
+
+    why: str
+    event: BootFailed | Exited | None
+    bad: int
+    seen: int
+
+
+Action = Start | Send | Deliver | Drop | Discard | Renew | Note | Stop
+
+
+class Lost(NamedTuple):
+    """The result of a task that is given up: a sample (or the collate, position -1) ended too many lives."""
+
+    task: int
+    position: int
+    event: Exited
+    attempts: int

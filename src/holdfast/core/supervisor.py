@@ -1,0 +1,86 @@
+"""Supervisor: wait, tell the ledger, act. The few lines between who decides and who does.
+
+What the user's side gets out of it: `ready`, the results whose turn has come; `drops`, how many tasks ended without
+one; `notes`, incidents to be diagnosed; `stop`, set when going on would not help.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import assert_never
+
+from holdfast.core.host import Host, Silence
+from holdfast.core.ledger import Ledger
+from holdfast.core.messages import (
+    Deliver,
+    Discard,
+    Drop,
+    Event,
+    Note,
+    Opened,
+    Renew,
+    Send,
+    Start,
+    Stop,
+)
+from holdfast.core.story import Story
+
+
+class Supervisor:
+    """`payload(send)` gives the bytes of a task for this sending of it."""
+
+    def __init__(self, ledger: Ledger, host: Host, payload: Callable[[Send], bytes]) -> None:
+        self._ledger = ledger
+        self._host = host
+        self._payload = payload
+        self.story = Story()
+        self.ready: deque[Deliver] = deque()
+        self.notes: deque[Note | Silence] = deque()
+        self.resolved = 0  # tasks that were delivered or dropped
+        self.stop: Stop | None = None
+        self._acting = False
+
+    def open(self) -> None:
+        """Start what is not running yet."""
+        self.tell(Opened(time.monotonic()))
+
+    @property
+    def torn(self) -> bool:
+        """An exception from outside cut an action short: what the ledger thinks may not be what is."""
+        return self._acting
+
+    def step(self, timeout_s: float | None) -> None:
+        """Wait for something to happen, at most `timeout_s`, and act on it."""
+        happened = self._host.wait(timeout_s)
+        for event in happened:
+            if isinstance(event, Silence):
+                self.notes.append(event)
+            else:
+                self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """One event, and all it leads to."""
+        self._acting = True
+        self.story.tell(event)
+        for action in self._ledger.on(event):
+            match action:
+                case Send():
+                    self._host.send(action.worker, action.life, action.task, self._payload(action))
+                case Deliver():
+                    self.resolved += 1
+                    self.ready.append(action)
+                case Start():
+                    self._host.start(action.worker, action.life)
+                case Drop():
+                    self.resolved += 1
+                case Discard():
+                    self._host.discard(action.result)
+                case Note():
+                    self.notes.append(action)
+                case Renew():
+                    self._host.renew()
+                case Stop():
+                    self.stop = action
+                case _:
+                    assert_never(action)
+        self._acting = False

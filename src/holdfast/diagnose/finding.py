@@ -1,0 +1,74 @@
+"""Case, Finding, Rule, and the order in which rules are asked.
+
+A Case is all that is known of one incident. A rule is a pure function of it: a Finding, or None when it does not
+apply. The first finding wins, so the rules stand from the most to the least specific; the last one is `unknown`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.core.messages import Cause, Stage
+from holdfast.local.evidence import Evidence
+from holdfast.local.raised import Raised
+
+Confidence = Literal["certain", "likely", "possible"]
+What = Literal["exited", "silent", "signal", "raised", "retried", "boot"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is known of one incident."""
+
+    what: What
+    worker: int
+    life: int = 0
+    pid: int = 0
+    task: int | None = None
+    index: object = None
+    stage: Stage | None = None
+    seconds: float = 0.0
+    attempt: int = 1
+    strike: int = 0
+    needed: int = 0
+    cause: Cause | None = None
+    code: int = 0
+    evidence: Evidence | None = None
+    raised: Raised | None = None
+    sample_timeout: float | None = None
+    worker_memory: int | None = None
+    start_method: str = "fork"
+    did: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why it happened, how we know, what to change. `name` is stable, and a page of the docs."""
+
+    name: str
+    says: str
+    seen: tuple[str, ...]
+    advice: str
+    confidence: Confidence = "certain"
+
+
+Rule = Callable[[Case], Finding | None]
+
+
+def find(case: Case, rules: tuple[Rule, ...]) -> Finding:
+    """The first rule that knows. A rule that breaks must not hide the incident: it is said, and the next one asked."""
+    for rule in rules:
+        try:
+            finding = rule(case)
+        except Exception as error:
+            name = getattr(rule, "__name__", repr(rule))
+            return Finding(
+                "unknown",
+                f"the rule {name} broke: {error!r}",
+                (repr(case),),
+                "please report this",
+                "possible",
+            )
+        if finding is not None:
+            return finding
+    return Finding("unknown", "no rule knows this", (repr(case),), "look at what was seen", "possible")

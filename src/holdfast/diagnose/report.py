@@ -1,0 +1,224 @@
+"""Incidents -> text, JSON. One record, `Incident`, is behind the log line, the exception text and the report."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdfast.core.messages import Cause, Stage
+from holdfast.diagnose.finding import Case, Finding, find
+from holdfast.diagnose.rules import ALL
+from holdfast.local.linux import signal_name
+
+SCHEMA = 1
+# Incidents and bad samples that are kept whole; beyond, they are only counted.
+KEPT = 1000
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One thing that went wrong: what, to whom, why, what was done, what to do."""
+
+    headline: str
+    finding: str
+    says: str
+    seen: tuple[str, ...]
+    did: str
+    advice: str
+    confidence: str
+    worker: int
+    life: int
+    pid: int
+    batch: int | None
+    index: object
+    stage: str
+    attempt: int
+    signal: str | None
+    exit_code: int | None
+    stack: str
+
+    def __str__(self) -> str:
+        lines = [self.headline, f"  {self.finding}: {self.says}"]
+        lines += [f"    seen   {'; '.join(self.seen)}"] if self.seen else []
+        lines += [f"    did    {self.did}"] if self.did else []
+        lines += [f"    try    {self.advice}"]
+        if self.stack:
+            lines += ["    stack", *(f"      {line}" for line in self.stack.splitlines())]
+        return "\n".join(lines)
+
+    @property
+    def line(self) -> str:
+        """For the log: everything but the stack."""
+        return f"{self.headline} [{self.finding}] {self.says}; {self.did or 'nothing done'}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that was left out, replaced, or raised."""
+
+    index: object
+    batch: int
+    error: str
+    attempts: int
+    replaced_by: object = None
+
+
+def incident_of(case: Case) -> Incident:
+    """Diagnose one case."""
+    finding = find(case, ALL)
+    evidence = case.evidence
+    return Incident(
+        headline=_headline(case, finding),
+        finding=finding.name,
+        says=finding.says,
+        seen=finding.seen,
+        did=case.did,
+        advice=finding.advice,
+        confidence=finding.confidence,
+        worker=case.worker,
+        life=case.life,
+        pid=case.pid,
+        batch=case.task,
+        index=case.index,
+        stage=(case.stage or Stage.IDLE).name.lower(),
+        attempt=case.attempt,
+        signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
+        exit_code=case.code if case.cause is Cause.EXIT else None,
+        stack=evidence.stack if evidence is not None and evidence.stack else _traceback(case),
+    )
+
+
+def _traceback(case: Case) -> str:
+    return case.raised.traceback.rstrip() if case.raised is not None else ""
+
+
+def _headline(case: Case, finding: Finding) -> str:
+    who = f"worker {case.worker}"
+    match case.what:
+        case "exited":
+            end = _end(case)
+        case "silent":
+            end = f"has been silent for {case.code} s"
+        case "signal":
+            end = f"was sent {signal_name(case.code)}"
+        case "boot":
+            end = "could not start"
+        case "retried":
+            end = "had to try again"
+        case _:
+            end = f"got {case.raised.type_name if case.raised else 'an error'}"
+    return f"{who} {end} {where(case)}".rstrip()
+
+
+def _end(case: Case) -> str:
+    match case.cause:
+        case Cause.EXIT:
+            if case.evidence is not None and case.evidence.fork_errno:
+                return "could not be started"
+            return f"exited with code {case.code}"
+        case Cause.DEADLINE:
+            return f"was killed for hanging {case.seconds:.1f} s"
+        case Cause.MEMORY:
+            return "was killed for its memory limit"
+        case Cause.KEEPER:
+            return "went with its keeper"
+        case _:
+            return f"was killed by {signal_name(case.code)}"
+
+
+def where(case: Case) -> str:
+    """ "while loading index 4711 (batch 88, attempt 2)": the same words everywhere."""
+    if case.task is None:
+        if case.stage in (Stage.BOOT, Stage.INIT):
+            return "while starting"
+        return "between batches"
+    doing = {
+        Stage.FETCH_MANY: "while in __getitems__ of",
+        Stage.COLLATE: "while collating",
+        Stage.SEND: "while sending",
+        Stage.REPLAY: "while bringing its stream back to its place for",
+    }.get(case.stage or Stage.FETCH)
+    strikes = f", strike {case.strike} of {case.needed}" if case.needed else ""
+    about = f"batch {case.task}, attempt {case.attempt}{strikes}"
+    if doing is not None:
+        return f"{doing} batch {case.task} (attempt {case.attempt}{strikes})"
+    what = f"index {case.index!r}" if case.index is not None else "an item"
+    return f"while loading {what} ({about})"
+
+
+@dataclass
+class Record:
+    """All that a loader has to report, over all its epochs."""
+
+    incidents: list[Incident] = field(default_factory=list)
+    bad_samples: list[BadSample] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, incident: Incident) -> None:
+        self.counts[f"incident:{incident.finding}"] += 1
+        if len(self.incidents) < KEPT:
+            self.incidents.append(incident)
+
+    def add_bad(self, bad: BadSample) -> None:
+        self.counts["bad_samples"] += 1
+        if len(self.bad_samples) < KEPT:
+            self.bad_samples.append(bad)
+
+
+class Report:
+    """What happened so far. `str()` for people, `to_json()` for programs."""
+
+    def __init__(self, record: Record, stats: dict[str, Any]) -> None:
+        self.incidents = tuple(record.incidents)
+        self.bad_samples = tuple(record.bad_samples)
+        self.stats = stats
+        self._counts = Counter(record.counts)
+
+    def __str__(self) -> str:
+        s = self.stats
+        lines = [
+            "Holdfast report",
+            f"  {s['batches']} batches, {s['samples']} samples delivered; "
+            f"{s['restarts']} workers restarted, {s['bad_samples']} bad samples, {s['retries']} retries",
+        ]
+        lines += [line for name in self._findings() for line in self._folded(name)]
+        if self.bad_samples:
+            lines.append("  bad samples")
+            for bad in self.bad_samples[:_EXAMPLES]:
+                swap = f", replaced by {bad.replaced_by!r}" if bad.replaced_by is not None else ""
+                lines.append(
+                    f"    index {bad.index!r} in batch {bad.batch}: {bad.error} ({bad.attempts} attempts{swap})"
+                )
+            more = self._counts["bad_samples"] - _EXAMPLES
+            lines += [f"    and {more} more"] if more > 0 else []
+        if not self.incidents:
+            lines.append("  nothing went wrong")
+        return "\n".join(lines)
+
+    def _findings(self) -> list[str]:
+        return list(dict.fromkeys(i.finding for i in self.incidents))
+
+    def _folded(self, name: str) -> list[str]:
+        """One finding: how often, and one example in full."""
+        same = [i for i in self.incidents if i.finding == name]
+        count = self._counts[f"incident:{name}"]
+        indices = list(dict.fromkeys(repr(i.index) for i in same if i.index is not None))
+        lines = [f"  {name} x{count}"]
+        if indices:
+            more = ", ..." if len(indices) > _EXAMPLES else ""
+            lines.append(f"    at index {', '.join(indices[:_EXAMPLES])}{more}")
+        lines += [f"    {line}" for line in str(same[0]).splitlines()]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "stats": self.stats,
+            "counts": dict(self._counts),
+            "incidents": [asdict(i) for i in self.incidents],
+            "bad_samples": [asdict(b) for b in self.bad_samples],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), default=repr, indent=2)

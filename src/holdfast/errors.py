@@ -1,0 +1,99 @@
+"""Every error that Holdfast raises by itself.
+
+    HoldfastError
+    ├── PolicyError      (ValueError)     a Policy was made with a value that makes no sense
+    ├── WorkerLost       (RuntimeError)   a sample or batch ended its workers too often, or workers cannot live here
+    ├── SampleError      (RuntimeError)   a sample raised what cannot be raised as itself in the trainer
+    ├── CannotSend       (TypeError)      a batch holds something that cannot cross a process boundary
+    ├── TooManyBad       (RuntimeError)   the circuit breaker: too large a share of the samples is bad
+    ├── StreamBroken     (RuntimeError)   an iterable dataset cannot be continued where it broke
+    ├── BatchTimeout     (RuntimeError, TimeoutError)   the loader's own `timeout` ran out
+    └── LoaderTorn       (RuntimeError)   an interrupt tore the loader's bookkeeping; make a new iterator
+
+A user's own exception is raised as itself; `RemoteTraceback` is then its cause and shows where in the worker it
+came from. The type says what a caller can do, the text says why it happened. All fields are positional and are
+passed to `super().__init__`, so that each error survives pickling.
+"""
+
+
+class HoldfastError(Exception):
+    """Base of all; `str()` is the whole message, first line first."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class PolicyError(HoldfastError, ValueError):
+    """A Policy field has a value that is not accepted; the text lists those that are."""
+
+
+class WorkerLost(HoldfastError, RuntimeError):
+    """Workers died, and going on would not help: `index`, `worker`, `stage`, `stack` say where."""
+
+    def __init__(
+        self,
+        message: str,
+        index: object = None,
+        worker: int | None = None,
+        stage: str | None = None,
+        stack: str | None = None,
+    ) -> None:
+        super().__init__(message, index, worker, stage, stack)
+        self.index = index
+        self.worker = worker
+        self.stage = stage
+        self.stack = stack
+
+
+class SampleError(HoldfastError, RuntimeError):
+    """Carries an exception that must not, or cannot, be raised as itself."""
+
+    def __init__(self, message: str, index: object = None, worker: int | None = None) -> None:
+        super().__init__(message, index, worker)
+        self.index = index
+        self.worker = worker
+
+
+class CannotSend(HoldfastError, TypeError):
+    """Something inside a batch cannot be pickled; `path` leads to it, `index` names its sample."""
+
+    def __init__(self, message: str, index: object = None, path: str = "") -> None:
+        super().__init__(message, index, path)
+        self.index = index
+        self.path = path
+
+
+class TooManyBad(HoldfastError, RuntimeError):
+    """More than `Policy.max_bad` of the samples seen were bad."""
+
+    def __init__(self, message: str, bad: int = 0, seen: int = 0) -> None:
+        super().__init__(message, bad, seen)
+        self.bad = bad
+        self.seen = seen
+
+
+class StreamBroken(HoldfastError, RuntimeError):
+    """A worker's stream of an iterable dataset ended in an error and cannot go on."""
+
+    def __init__(self, message: str, worker: int | None = None) -> None:
+        super().__init__(message, worker)
+        self.worker = worker
+
+
+class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):
+    """No batch came within the loader's `timeout`."""
+
+
+class LoaderTorn(HoldfastError, RuntimeError):
+    """An exception from outside (Ctrl-C, a signal handler) hit in the middle of the bookkeeping."""
+
+
+class RemoteTraceback(Exception):
+    """The worker's traceback as text; the cause of an exception that is raised again in the trainer."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text

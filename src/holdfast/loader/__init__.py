@@ -1,0 +1,1 @@
+"""The DataLoader. iterator.py is the main path: index in, batch out."""

@@ -1,0 +1,122 @@
+"""DataLoader: torch's signature and attributes, and `policy`; no logic."""
+
+import os
+import weakref
+from typing import Any, Literal, TypeVar
+
+import torch.utils.data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from holdfast.diagnose.report import Incident, Record, Report
+from holdfast.loader.inline import InlineIterator
+from holdfast.loader.iterator import WorkerIterator
+from holdfast.policy import Policy
+
+T_co = TypeVar("T_co", covariant=True)
+AUTO = "auto"
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """A drop-in for `torch.utils.data.DataLoader` that survives its workers.
+
+    Takes all that torch's takes, and besides:
+
+    policy: what to do when loading goes wrong (holdfast.Policy); None for HOLDFAST_* variables, or the defaults.
+    num_workers: also "auto", for as many as this machine has CPUs for.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Any = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Any = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        policy: Policy | None = None,
+    ) -> None:
+        if policy is None:
+            policy = Policy.from_environment()
+        elif not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a holdfast.Policy, not {policy!r}")
+        if num_workers == AUTO:
+            from dataclasses import replace
+
+            policy = replace(policy, auto_workers=True)
+            num_workers = available_cpus()
+        elif isinstance(num_workers, str):
+            raise ValueError(f"num_workers must be a number or 'auto', not {num_workers!r}")
+        if policy.bad_sample == "replace" and isinstance(dataset, torch.utils.data.IterableDataset):
+            raise ValueError(
+                'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
+                'use "skip" or "raise"'
+            )
+        self.policy = policy
+        self._record = Record()
+        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return InlineIterator(self, self.policy, self._record)
+        self.check_worker_number_rationality()
+        iterator = WorkerIterator(self, self.policy, self._record)
+        self._live.add(iterator)
+        return iterator
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """All that went wrong so far, oldest first (the first thousand)."""
+        return tuple(self._record.incidents)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals over all epochs of this loader."""
+        totals = {name: float(self._record.counts[name]) for name in ("batches", "samples", "retries", "waited_s")}
+        for iterator in self._live:
+            for name, value in iterator.live_counts().items():
+                totals[name] += value
+        numbers: dict[str, Any] = {name: int(value) for name, value in totals.items() if name != "waited_s"}
+        numbers["waited_s"] = round(totals["waited_s"], 3)
+        numbers["restarts"] = self._record.counts["restarts"]
+        numbers["bad_samples"] = self._record.counts["bad_samples"]
+        numbers["workers"] = self.num_workers
+        return numbers
+
+    def report(self) -> Report:
+        """What happened so far: `print(loader.report())`, or `.to_json()`."""
+        return Report(self._record, self.stats())
+
+
+def available_cpus() -> int:
+    """CPUs this process may run on."""
+    return max(1, len(os.sched_getaffinity(0)))

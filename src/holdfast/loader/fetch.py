@@ -1,0 +1,235 @@
+"""Samples of a map-style dataset under the policy: retries, skip, replace. Used by workers and by num_workers=0.
+
+Around user code, `BaseException` is caught in a worker: a `SystemExit` in a dataset must not end it silently. In the
+trainer (num_workers=0) only `Exception` is, so that Ctrl-C still works.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.messages import Stage
+from holdfast.loader import seeds
+from holdfast.local.pulse import FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
+from holdfast.local.raised import Raised, capture
+from holdfast.policy import Policy
+
+# Stands for a sample that is left out of its batch.
+_LEFT_OUT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One sample that raised: it went well in the end, was left out, or was replaced."""
+
+    position: int
+    index: object
+    attempts: int
+    seconds: float
+    raised: Raised
+    fate: str  # "retried", "skipped" or "replaced"
+    replaced_by: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A task that ends in an exception."""
+
+    position: int
+    index: object
+    stage: Stage
+    attempts: int
+    raised: Raised
+    print: int = 0
+    """Of the stream so far (iterable datasets)."""
+
+
+class Failed(Exception):
+    """User code raised, and the policy is to say so. Its cause is the exception; around it is where it was."""
+
+    def __init__(self, error: BaseException, position: int, index: object, stage: Stage, attempts: int) -> None:
+        super().__init__(error, position, index, stage, attempts)
+        self.error = error
+        self.position = position
+        self.index = index
+        self.stage = stage
+        self.attempts = attempts
+
+    def to_failure(self, print_: int = 0) -> Failure:
+        """As plain data, for the trainer."""
+        return Failure(self.position, self.index, self.stage, self.attempts, capture(self.error), print_)
+
+
+class Draw:
+    """What one task asks for. `positions`: where in the batch each index stands, if some were left out before."""
+
+    __slots__ = ("alone", "indices", "positions", "spares")
+
+    def __init__(
+        self,
+        indices: Any,
+        positions: Sequence[int] | None = None,
+        alone: bool = False,
+        spares: Sequence[object] = (),
+    ) -> None:
+        self.indices = indices
+        self.positions = positions
+        self.alone = alone
+        self.spares = spares
+
+
+class MapFetcher:
+    """Loads and collates batches of one dataset. `words` is the pulse page; `catch` what may be caught."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        auto_collation: bool,
+        policy: Policy,
+        *,
+        words: Any = None,
+        catch: type[BaseException] = Exception,
+        reseed: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate_fn
+        self._auto_collation = auto_collation
+        self._policy = policy
+        self._words = [0] * FIELDS if words is None else words
+        self._catch = catch
+        self._reseed = reseed
+        many = getattr(dataset, "__getitems__", None)
+        self._many = many if callable(many) else None
+
+    def load(self, draw: Draw, seed: Callable[[], None]) -> tuple[Any, list[Trouble]]:
+        """The samples of a batch (or the one sample, without auto-collation), and what went wrong on the way."""
+        troubles: list[Trouble] = []
+        if not self._auto_collation:
+            self._words[STAGE] = Stage.FETCH
+            return self._one(0, draw.indices, draw.spares, troubles), troubles
+        if self._many is not None and not draw.alone:
+            samples = self._all_at_once(draw, seed)
+            if samples is not None:
+                return samples, troubles
+        return self._one_by_one(draw, troubles), troubles
+
+    def _one_by_one(self, draw: Draw, troubles: list[Trouble]) -> list[Any]:
+        """The hot loop. The pulse says which sample is being loaded, with two plain stores."""
+        words, dataset, catch = self._words, self.dataset, self._catch
+        clock, careful = time.monotonic_ns, self._policy.retries > 0
+        words[STAGE] = Stage.FETCH
+        samples: list[Any] = []
+        positions = range(len(draw.indices)) if draw.positions is None else draw.positions
+        for position, index in zip(positions, draw.indices, strict=True):
+            words[POSITION] = position
+            words[SINCE] = clock()
+            if careful:
+                sample = self._one(position, index, draw.spares, troubles)
+            else:
+                try:
+                    sample = dataset[index]
+                except catch as error:
+                    sample = self._bad(error, position, index, 1, 0.0, draw.spares, troubles)
+            if sample is not _LEFT_OUT:
+                samples.append(sample)
+        words[SAMPLES] += len(samples)
+        return samples
+
+    def _all_at_once(self, draw: Draw, seed: Callable[[], None]) -> list[Any] | None:
+        """`__getitems__`. If it raises, the samples are tried one by one: None."""
+        words = self._words
+        words[STAGE] = Stage.FETCH_MANY
+        words[POSITION] = len(draw.indices)
+        words[SINCE] = time.monotonic_ns()
+        assert self._many is not None
+        try:
+            samples: list[Any] = self._many(draw.indices)
+        except self._catch as error:
+            if not _has_getitem(self.dataset):
+                raise Failed(error, -1, None, Stage.FETCH_MANY, 1) from error
+            seed()
+            return None
+        words[SAMPLES] += len(draw.indices)
+        return samples
+
+    def _one(self, position: int, index: Any, spares: Sequence[object], troubles: list[Trouble]) -> Any:
+        """One sample, with retries."""
+        policy, words = self._policy, self._words
+        state = seeds.save() if policy.retries and self._reseed else None
+        first: BaseException | None = None
+        began = time.monotonic()
+        for attempt in range(1, policy.retries + 2):
+            words[POSITION] = position
+            words[SINCE] = time.monotonic_ns()
+            try:
+                sample = self.dataset[index]
+            except self._catch as error:
+                first = error
+                retry = attempt <= policy.retries and isinstance(error, policy.retry_on)
+                if not retry:
+                    spent = time.monotonic() - began
+                    return self._bad(error, position, index, attempt, spent, spares, troubles)
+                words[RETRIES] += 1
+                self._pause(attempt)
+                if state is not None:
+                    seeds.restore(state)
+            else:
+                if first is not None:
+                    spent = time.monotonic() - began
+                    troubles.append(Trouble(position, index, attempt, spent, capture(first), "retried"))
+                return sample
+        raise AssertionError("unreachable")
+
+    def _pause(self, attempt: int) -> None:
+        """Exponential, with jitter of its own generator: the user's random numbers stay as they are."""
+        delay = self._policy.retry_delay * 2 ** (attempt - 1)
+        time.sleep(delay * random.SystemRandom().uniform(0.5, 1.0))
+
+    def _bad(
+        self,
+        error: BaseException,
+        position: int,
+        index: object,
+        attempts: int,
+        seconds: float,
+        spares: Sequence[object],
+        troubles: list[Trouble],
+    ) -> Any:
+        """A sample that cannot be loaded: what the policy says of it."""
+        match self._policy.bad_sample:
+            case "skip":
+                troubles.append(Trouble(position, index, attempts, seconds, capture(error), "skipped"))
+                return _LEFT_OUT
+            case "replace":
+                for spare in spares:
+                    try:
+                        sample = self.dataset[spare]
+                    except self._catch:
+                        continue  # a bad one too; it is named when its own turn comes
+                    troubles.append(Trouble(position, index, attempts, seconds, capture(error), "replaced", spare))
+                    return sample
+        raise Failed(error, position, index, Stage.FETCH, attempts) from error
+
+    def collate(self, samples: Any) -> Any:
+        """The batch. An error here is always raised: it belongs to no single sample."""
+        words = self._words
+        words[STAGE] = Stage.COLLATE
+        words[SINCE] = time.monotonic_ns()
+        try:
+            return self._collate(samples)
+        except self._catch as error:
+            raise Failed(error, -1, None, Stage.COLLATE, 1) from error
+
+    def left_out(self, samples: Any) -> bool:
+        """True when nothing is left of this batch."""
+        return samples is _LEFT_OUT or (self._auto_collation and isinstance(samples, list) and not samples)
+
+
+def _has_getitem(dataset: Any) -> bool:
+    from torch.utils.data import Dataset
+
+    method = getattr(type(dataset), "__getitem__", None)
+    return method is not None and method is not Dataset.__getitem__

@@ -1,0 +1,131 @@
+"""num_workers=0: the same policy, in the trainer itself. Deaths excepted: there is no other process to die."""
+
+import logging
+import random
+from typing import Any
+
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+from holdfast.core.ledger import BREAKER_LEAST
+from holdfast.core.messages import Stage
+from holdfast.diagnose.finding import Case
+from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.errors import SampleError, TooManyBad
+from holdfast.loader import seeds
+from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
+from holdfast.loader.stream import StreamFetcher
+from holdfast.local.raised import capture
+from holdfast.policy import Policy
+
+log = logging.getLogger("holdfast")
+__all__ = ["InlineIterator"]
+
+
+class InlineIterator(_SingleProcessDataLoaderIter):
+    """Loads in this process. It never touches the trainer's random generators."""
+
+    def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
+        super().__init__(loader)
+        self._policy = policy
+        self._record = record
+        self._batch = -1
+        self._seen = 0
+        self._bad = 0
+        self._given: list[Any] = []
+        self._iterable = self._dataset_kind == _DatasetKind.Iterable
+        if self._iterable:
+            self._stream = StreamFetcher(
+                self._dataset, self._collate_fn, self._auto_collation, self._drop_last, policy, lambda n: None
+            )
+        else:
+            self._map = MapFetcher(self._dataset, self._collate_fn, self._auto_collation, policy)
+
+    def _next_data(self) -> Any:
+        while True:
+            asked = self._next_index()
+            self._batch += 1
+            try:
+                batch = self._load(asked)
+            except Failed as failed:
+                self._raise(failed)
+            if batch is not None:
+                return pin_memory(batch[0], self._pin_memory_device) if self._pin_memory else batch[0]
+
+    def _load(self, asked: Any) -> tuple[Any] | None:
+        """The batch in a 1-tuple; None where nothing is left of it."""
+        if self._iterable:
+            samples, troubles = self._stream.take(len(asked) if self._auto_collation else 1)
+            self._account(len(asked) if self._auto_collation else 1, troubles)
+            return (self._stream.collate(samples),)
+        spares: list[Any] = []
+        if self._policy.bad_sample == "replace":
+            self._given += asked if self._auto_collation else (asked,)
+            spares = random.Random(seeds.mix(self._base_seed, -5 - self._batch)).choices(self._given, k=8)
+        samples, troubles = self._map.load(Draw(asked, spares=spares), lambda: None)
+        self._account(len(asked) if self._auto_collation else 1, troubles)
+        if self._map.left_out(samples):
+            return None
+        return (self._map.collate(samples),)
+
+    def _account(self, samples: int, troubles: list[Trouble]) -> None:
+        self._seen += samples
+        self._record.counts["batches"] += 1
+        self._record.counts["samples"] += samples
+        for trouble in troubles:
+            self._record.counts["retries"] += trouble.attempts - 1
+            if trouble.fate != "retried":
+                self._bad += 1
+                self._record.counts["samples"] -= trouble.fate == "skipped"
+                text = f"{trouble.raised.type_name}: {trouble.raised.text}"
+                self._record.add_bad(BadSample(trouble.index, self._batch, text, trouble.attempts, trouble.replaced_by))
+            incident = incident_of(
+                Case(
+                    what="retried" if trouble.fate == "retried" else "raised",
+                    worker=0,
+                    task=self._batch,
+                    index=trouble.index,
+                    stage=Stage.FETCH,
+                    attempt=trouble.attempts,
+                    raised=trouble.raised,
+                    did=trouble.fate,
+                )
+            )
+            self._record.add(incident)
+            log.warning("%s", incident.line)
+        if troubles and self._seen >= BREAKER_LEAST and self._bad > self._policy.max_bad * self._seen:
+            raise TooManyBad(
+                f"{self._bad} of {self._seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows; "
+                f"the last: {troubles[-1].raised.type_name}: {troubles[-1].raised.text}",
+                self._bad,
+                self._seen,
+            )
+
+    def _raise(self, failed: Failed) -> None:
+        """As itself; but a StopIteration of the dataset's would end the epoch without a word."""
+        error = failed.error
+        case = Case(
+            what="raised",
+            worker=0,
+            task=self._batch,
+            index=failed.index,
+            stage=failed.stage,
+            attempt=failed.attempts,
+            raised=capture(error),
+            did="raised it from next()",
+        )
+        self._record.add(incident_of(case))
+        if failed.position >= 0:
+            text = f"{type(error).__name__}: {error}"
+            self._record.add_bad(BadSample(failed.index, self._batch, text, failed.attempts))
+        told = f"in the trainer (num_workers=0) {where(case)}"
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            raise SampleError(
+                f"{told} raised {type(error).__name__}, which would end the epoch without a word", failed.index
+            ) from error
+        error.add_note(told)
+        raise error
+
+    def live_counts(self) -> dict[str, float]:
+        """All is in the record already."""
+        return {"batches": 0, "samples": 0, "retries": 0, "waited_s": 0.0}

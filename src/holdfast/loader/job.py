@@ -1,0 +1,215 @@
+"""What a worker of the DataLoader does: fetch, collate into the slot, pack. Runs in the worker only."""
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data._utils.collate as torch_collate
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import IterDataPipe
+from torch.utils.data.graph_settings import apply_random_seed
+
+from holdfast.core.messages import Stage
+from holdfast.errors import CannotSend, StreamBroken
+from holdfast.loader import seeds
+from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
+from holdfast.loader.sendable import explain_unsendable
+from holdfast.loader.stream import StreamFetcher, seeder
+from holdfast.local import birth
+from holdfast.local.pulse import Pulse
+from holdfast.local.raised import Raised
+from holdfast.local.wire import Kind
+from holdfast.local.worker import Reply
+from holdfast.policy import Policy
+from holdfast.shm.memory import new_file
+from holdfast.shm.pack import FileSpace, Full, Packer, SlotSpace, tensor_in
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a worker needs to know of its loader."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    auto_collation: bool
+    drop_last: bool
+    iterable: bool
+    worker_init_fn: Callable[[int], Any] | None
+    num_workers: int
+    base_seed: int
+    shared_seed: int | None
+    policy: Policy
+
+
+class SlotStack:
+    """Stacks tensors straight into the slot while torch's default collate runs; plainly otherwise.
+
+    It stands in for torch's own function in `default_collate_fn_map`, which would put each batch into /dev/shm. Only
+    the default collate, which keeps no reference to what it made, writes into the slot: a collate_fn of the user's
+    may keep its results, and the slot will be written again.
+    """
+
+    def __init__(self) -> None:
+        self.space: SlotSpace | None = None
+
+    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        first = batch[0]
+        if first.is_nested or first.layout is not torch.strided:
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        if self.space is not None and type(first) is torch.Tensor and first.device.type == "cpu":
+            try:
+                out = tensor_in(self.space, first.dtype, (len(batch), *first.shape))
+                if out is not None:
+                    return torch.stack(batch, 0, out=out)
+            except (Full, RuntimeError):
+                pass  # the plain way below works, or raises what the user must see
+        return torch.stack(batch, 0)
+
+
+class LoaderJob:
+    """See local/worker.py for who calls what when."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._pulse: Pulse
+        self._packer: Packer
+        self._stack: SlotStack
+        self._map: MapFetcher | None = None
+        self._stream: StreamFetcher | None = None
+        self._epoch = -1
+        self._default_collate = recipe.collate_fn is torch_collate.default_collate
+
+    # Boot ----------------------------------------------------------------------------------------------------------
+
+    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+        recipe = self._recipe
+        self._pulse = pulse
+        self._worker = worker
+        self._packer = Packer()
+        self._stack = SlotStack()
+        torch.set_num_threads(1)
+        seed = recipe.base_seed + worker
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(recipe.base_seed, worker))  # type: ignore[no-untyped-call]
+        self._dataset = recipe.dataset
+        self._shared_generator = torch.Generator()
+        self._seed_datapipe(recipe.shared_seed)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker, num_workers=recipe.num_workers, seed=seed, dataset=self._dataset
+        )
+        own = torch_collate.default_collate_fn_map
+        if own.get(torch.Tensor) is torch_collate.collate_tensor_fn:  # not one of the user's
+            own[torch.Tensor] = self._stack
+        pulse.enter(Stage.INIT)
+        if recipe.worker_init_fn is not None:
+            recipe.worker_init_fn(worker)
+        if not recipe.iterable:
+            self._map = MapFetcher(
+                self._dataset,
+                recipe.collate_fn,
+                recipe.auto_collation,
+                recipe.policy,
+                words=pulse.words,
+                catch=BaseException,
+                reseed=True,
+            )
+
+    def _seed_datapipe(self, shared_seed: int | None) -> None:
+        if isinstance(self._dataset, IterDataPipe) and shared_seed is not None:
+            self._shared_generator.manual_seed(shared_seed)
+            self._dataset = apply_random_seed(self._dataset, self._shared_generator)
+
+    # Tasks ---------------------------------------------------------------------------------------------------------
+
+    def run(self, payload: memoryview, slot: memoryview, address: int) -> Reply:
+        asked = pickle.loads(payload)
+        space = SlotSpace(slot, address)
+        try:
+            return self._stream_batch(asked, space) if self._recipe.iterable else self._map_batch(asked, space)
+        except Failed as failed:
+            failure = failed.to_failure(self._stream.print if self._stream is not None else 0)
+        except (CannotSend, StreamBroken) as error:
+            failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
+        return Reply(Kind.ERROR, *self._packer.pack(failure, SlotSpace(slot, address)))
+
+    def _map_batch(self, asked: Any, space: SlotSpace) -> Reply:
+        base_seed, number, indices, positions, alone, spares = asked
+        fetcher = self._map
+        assert fetcher is not None
+        draw = Draw(indices, positions, alone, spares)
+        seeds.seed_all(base_seed, number)
+        samples, troubles = fetcher.load(draw, lambda: seeds.seed_all(base_seed, number))
+        if fetcher.left_out(samples):
+            return self._send((troubles, None), space, samples, indices, len(troubles))
+        self._stack.space = space if self._default_collate else None
+        try:
+            batch = fetcher.collate(samples)
+        finally:
+            self._stack.space = None
+        bad = sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
+        return self._send((troubles or None, batch), space, samples, indices, bad)
+
+    def _stream_batch(self, asked: Any, space: SlotSpace) -> Reply:
+        base_seed, epoch, number, size, done, snapshot, shared_seed = asked
+        recipe = self._recipe
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._seed_datapipe(shared_seed)
+            self._seed_stream = seeder(base_seed, self._worker)
+            self._stream = StreamFetcher(
+                self._dataset,
+                recipe.collate_fn,
+                recipe.auto_collation,
+                recipe.drop_last,
+                recipe.policy,
+                self._seed_stream,
+                words=self._pulse.words,
+                catch=BaseException,
+            )
+        stream = self._stream
+        assert stream is not None
+        if stream.number < number:
+            stream.resume(number, done, snapshot, size)
+        self._seed_stream(number)
+        try:
+            items, troubles = stream.take(size)
+        except StopIteration:
+            return Reply(Kind.EXHAUSTED)
+        self._stack.space = space if self._default_collate else None
+        try:
+            batch = stream.collate(items)
+        finally:
+            self._stack.space = None
+        notes = (troubles, stream.print, stream.snapshot())
+        return self._send((notes, batch), space, items, None, len(troubles))
+
+    # Sending -------------------------------------------------------------------------------------------------------
+
+    def _send(self, content: Any, space: SlotSpace, samples: Any, indices: Any, bad: int) -> Reply:
+        pulse = self._pulse
+        pulse.enter(Stage.SEND)
+        try:
+            return Reply(Kind.BATCH, *self._packer.pack(content, space), bad)
+        except Full:
+            return self._send_in_file(content, bad)
+        except BaseException as error:  # user code again: __reduce__, __getstate__
+            raise explain_unsendable(error, content[1], samples, indices) from error
+
+    def _send_in_file(self, content: Any, bad: int) -> Reply:
+        fd = new_file("batch", 0)
+        return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), bad, fd)
+
+    def pack_error(self, error: Raised, slot: memoryview, address: int) -> Reply:
+        return birth.pack_error(error, slot, address)
+
+
+def notes_of(iterable: bool, notes: Any) -> list[Trouble]:
+    """The troubles among what a worker noted with a batch. Which process: the trainer."""
+    if notes is None:
+        return []
+    return notes[0] if iterable else notes

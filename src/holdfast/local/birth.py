@@ -1,0 +1,153 @@
+"""How a keeper comes to be: forked from the trainer, or spawned as a fresh interpreter.
+
+Forked: nothing is pickled, the dataset's pages are shared copy-on-write, as with torch.
+
+Spawned (and forkserver): the job is pickled once, while a process of the user's context is being started, because
+multiprocessing's own primitives pickle only then. The keeper holds the *bytes*; each worker unpickles a copy of its
+own after its fork. (Unpickling once and forking that would share what `__setstate__` opens: file offsets.) Large
+arrays and tensors lie in a memory file that each worker maps privately: one copy for all, until somebody writes.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from multiprocessing import reduction
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from holdfast.local import linux, raised
+from holdfast.local.keeper import Keeper, Orders, note_signals_only
+from holdfast.local.pulse import Pulse
+from holdfast.local.wire import Kind
+from holdfast.local.worker import Job, Reply
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import FileSpace, Packer, SlotSpace, unpack
+
+
+class Package:
+    """A job that travels as bytes and is opened in each worker. Itself a Job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._memory: Memory | None = None
+        self._size = 0
+        self._spec = (0, 0, 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In the trainer, while the keeper's process is being spawned."""
+        fd = new_file("job", 0)
+        space = FileSpace(fd)
+        self._trainer_fd = fd  # to be closed once the process has its own
+        spec = Packer(spawning=True).pack(self._job, space)
+        return {"fd": reduction.DupFd(fd), "size": space.size, "spec": spec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In the keeper."""
+        fd = state["fd"].detach()
+        self._size, self._spec = state["size"], state["spec"]
+        self._memory = Memory(fd, self._size, private=True)
+        os.close(fd)
+        self._job = None
+
+    def close_in_trainer(self) -> None:
+        """The keeper has its own descriptor now."""
+        fd = self.__dict__.pop("_trainer_fd", -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+        assert self._memory is not None
+        view = self._memory.view
+        self._job = unpack(view, *self._spec, lambda: view)
+        self._job.boot(worker, life, pulse)
+
+    def run(self, payload: memoryview, slot: memoryview, address: int) -> Reply:
+        assert self._job is not None
+        self.run = self._job.run  # type: ignore[method-assign]  # straight on, from now on
+        return self._job.run(payload, slot, address)
+
+    def pack_error(self, error: raised.Raised, slot: memoryview, address: int) -> Reply:
+        return pack_error(error, slot, address)
+
+
+def pack_error(error: raised.Raised, slot: memoryview, address: int) -> Reply:
+    """An exception into a slot, as every job does it."""
+    return Reply(Kind.ERROR, *Packer().pack(error, SlotSpace(slot, address)))
+
+
+class Cord:
+    """Orders on their way into a spawned process: the descriptors are duplicated as it starts."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    def __getstate__(self) -> Any:
+        control, results, files, pulses, *rest = self._orders
+        fds = [reduction.DupFd(fd) for fd in (control.fileno(), results, files.fileno(), pulses)]
+        return fds, rest
+
+    def __setstate__(self, state: Any) -> None:
+        fds, rest = state
+        control, results, files, pulses = (fd.detach() for fd in fds)
+        self._orders = Orders(
+            socket.socket(fileno=control),
+            results,
+            socket.socket(fileno=files),
+            pulses,
+            *rest,
+        )
+
+    def cut(self) -> Orders:
+        return self._orders
+
+
+def fork_keeper(orders: Orders, job: Job) -> int:
+    """The pid of a keeper that is a fork of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()  # or a worker would print our unwritten text again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _keep(orders, job, before)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _keep(orders: Orders, job: Job, mask: Any) -> None:
+    """Never returns."""
+    status = 1
+    try:
+        note_signals_only()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        Keeper(orders, job).run()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def spawn_keeper(context: BaseContext, orders: Orders, job: Job) -> BaseProcess:
+    """A keeper in a fresh interpreter, of the user's own multiprocessing context."""
+    package = Package(job)
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=_keep_spawned, args=(Cord(orders), package), name="holdfast-keeper"
+    )
+    try:
+        process.start()
+    finally:
+        package.close_in_trainer()
+    # multiprocessing would wait for it at exit, before our own farewell; we look after it ourselves.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process
+
+
+def _keep_spawned(cord: Cord, package: Package) -> None:
+    note_signals_only()
+    Keeper(cord.cut(), package).run()

@@ -1,0 +1,493 @@
+"""LocalHost: workers as processes of this machine.
+
+It owns, in the trainer: the pipe on which all workers answer, the socket to the keeper, and for each life a pipe for
+its tasks and a memory file for its batches. No thread: everything happens inside `wait` and `send`. The number of
+descriptors is constant per worker, whatever is sent and kept.
+"""
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, assert_never
+
+from holdfast.core.host import Silence
+from holdfast.core.messages import (
+    Booted,
+    BootFailed,
+    Cause,
+    Event,
+    Exhausted,
+    Exited,
+    Finished,
+)
+from holdfast.errors import HoldfastError
+from holdfast.local import birth, forks, linux
+from holdfast.local.evidence import Evidence
+from holdfast.local.keeper import Orders
+from holdfast.local.pulse import FLOOR, PAGE, Pulse
+from holdfast.local.wire import (
+    MAGIC,
+    RECORD,
+    TASK,
+    KeeperUp,
+    Kind,
+    LifeEnded,
+    LifeQuiet,
+    LifeStarted,
+    Message,
+    StartLife,
+    StopAll,
+    decode,
+    encode,
+)
+from holdfast.local.worker import Job
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import unpack
+from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Slots, stride_for
+
+# A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
+KEEPER_READY_S = 10.0
+# What workers get to leave by themselves once there is no more work, before they are killed.
+GRACE_S = 1.0
+
+
+class Parcel(NamedTuple):
+    """A finished batch that lies in a slot, or in a file of its own."""
+
+    slots: Slots | None
+    slot: int
+    file: Memory | None
+    where: int
+    buffers: int
+    spec_bytes: int
+    failed: bool
+    worker: int
+
+
+class Lifeline:
+    """The trainer's ends of one life."""
+
+    def __init__(self, life: int, tasks: int, slots: Slots) -> None:
+        self.life = life
+        self.tasks = tasks
+        self.slots = slots
+        self.pid: int | None = None
+
+
+class WorkerHandle:
+    """What third parties expect of a worker process: pid, is_alive(), exitcode, join()."""
+
+    def __init__(self, host: "LocalHost", worker: int) -> None:
+        self._host = host
+        self._worker = worker
+        self.name = f"holdfast-worker-{worker}"
+        self.daemon = True
+        self.exitcode: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._host.pid_of(self._worker)
+
+    def is_alive(self) -> bool:
+        pid = self.pid
+        return pid is not None and linux.process_state(pid) not in ("", "Z")
+
+    def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.005)
+
+
+class LocalHost:
+    """See core/host.py for who calls what when."""
+
+    def __init__(
+        self,
+        workers: int,
+        busy: int,
+        job: Job,
+        *,
+        context: BaseContext | None,
+        sample_timeout: float | None,
+        growth_bytes: int | None,
+    ) -> None:
+        """`busy`: how many tasks may be out at once. `context`: None to fork."""
+        self._job = job
+        self._context = context
+        self._busy = busy
+        self._settings = (sample_timeout, growth_bytes)
+        self._owner = os.getpid()
+        self._lifelines: list[Lifeline | None] = [None] * workers
+        self._retired: list[Slots] = []
+        self._events: list[Event | Silence] = []
+        self._files: dict[tuple[int, ...], int] = {}
+        self._keeper_pid = 0
+        self._keeper: BaseProcess | None = None
+        self._keeper_up = False
+        self._keeper_due = 0.0
+        self._control: socket.socket
+        self._fds: list[int] = []  # plain descriptors, all of ours but the task pipes
+        self._closed = False
+        self.workers = [WorkerHandle(self, i) for i in range(workers)]
+
+    # Opening and closing -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        workers = len(self._lifelines)
+        self._results, self._results_w = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._results, False)
+        self._parcels, self._parcels_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._parcels.setblocking(False)
+        self._pulse_fd = new_file("pulse", workers * PAGE)
+        memory = Memory(self._pulse_fd, workers * PAGE)
+        self.pulses = [Pulse(memory, i) for i in range(workers)]
+        forks.watch(self)
+        self._launch()
+
+    def _launch(self) -> None:
+        """A new keeper. What it needs of the old one's is still here: nothing is lost with a keeper."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        orders = Orders(
+            theirs,
+            self._results_w,
+            self._parcels_w,
+            self._pulse_fd,
+            len(self._lifelines),
+            os.getpid(),
+            *self._settings,
+        )
+        self._keeper_up = False
+        with theirs:
+            if self._context is None:
+                self._keeper_pid = birth.fork_keeper(orders, self._job)
+                self._keeper_due = time.monotonic() + KEEPER_READY_S
+            else:
+                self._keeper = birth.spawn_keeper(self._context, orders, self._job)
+                self._keeper_pid = self._keeper.pid or 0
+                self._keeper_due = float("inf")
+        self._poll = select.poll()
+        self._poll.register(self._results, select.POLLIN)
+        self._poll.register(self._control, select.POLLIN)
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        forks.forget(self)
+        try:
+            self._control.send(encode(StopAll(grace_s)))
+        except OSError:
+            grace_s = 0.0  # the keeper is gone already
+        for worker in range(len(self._lifelines)):
+            self._end_lifeline(worker)
+        self._end_keeper(grace_s + 3.0)
+        self._close_descriptors()
+
+    def _end_keeper(self, patience_s: float) -> None:
+        gone = linux.wait_for_exit(self._keeper_pid, patience_s)
+        if not gone:
+            try:
+                os.kill(self._keeper_pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it went in between
+            linux.wait_for_exit(self._keeper_pid, 3.0)
+        if self._keeper is not None:
+            self._keeper.join(0)
+            self._keeper.close()
+            self._keeper = None
+        self._control.close()
+
+    def _close_descriptors(self) -> None:
+        self._take_files()
+        for fd in (
+            self._results,
+            self._results_w,
+            self._pulse_fd,
+            *self._files.values(),
+        ):
+            os.close(fd)
+        self._files.clear()
+        self._parcels.close()
+        self._parcels_w.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
+        self._closed = True
+        os.close(self._results)
+        self._parcels.close()
+        self._control.close()
+        for line in self._lifelines:
+            if line is not None:
+                os.close(line.tasks)
+
+    def renew(self) -> None:
+        self._events.clear()
+        os.kill(self._keeper_pid, signal.SIGKILL)  # its workers die with it
+        self._end_keeper(3.0)
+        self._drain()
+        self._events.clear()
+        self._launch()
+
+    def pid_of(self, worker: int) -> int | None:
+        line = self._lifelines[worker]
+        return None if line is None else line.pid
+
+    # Orders --------------------------------------------------------------------------------------------------------
+
+    def start(self, worker: int, life: int) -> None:
+        self._end_lifeline(worker)
+        slots = self._busy + KEEPABLE
+        tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
+        fd, memory, stride = _sparse_file(slots + 1)
+        crash = new_file("crash", 0)
+        space = Slots(memory, stride, slots, self._busy)
+        forks.watch_slots(space)
+        line = self._lifelines[worker] = Lifeline(life, tasks_w, space)
+        os.set_blocking(line.tasks, False)
+        order = encode(StartLife(worker, life, slots, stride))
+        try:
+            socket.send_fds(self._control, [order], [tasks_r, fd, crash])
+        except OSError:
+            pass  # the keeper is gone: `wait` finds that out and says so for each life
+        finally:
+            for mine in (tasks_r, fd, crash):
+                os.close(mine)
+
+    def _end_lifeline(self, worker: int) -> None:
+        line = self._lifelines[worker]
+        if line is not None:
+            os.close(line.tasks)
+            line.slots.retire()
+            self._lifelines[worker] = None
+
+    def send(self, worker: int, life: int, task: int, payload: bytes) -> None:
+        line = self._lifelines[worker]
+        if line is None or line.life != life:
+            return
+        slots = line.slots
+        slot = slots.take()
+        start = slot * slots.stride
+        size = len(payload)
+        slots.memory.view[start : start + size] = payload
+        try:
+            os.write(line.tasks, TASK.pack(task, slot, size, 0))
+        except BrokenPipeError:
+            pass  # it is dying: its Exited is on the way, and the task goes out again
+
+    def abandon_below(self, task: int) -> None:
+        """Workers skip every task before this one (an epoch that was left early)."""
+        for pulse in self.pulses:
+            pulse.words[FLOOR] = task
+
+    # Facts ---------------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]:
+        self._drain()
+        if not self._events:
+            self._sleep(timeout_s)
+        events, self._events = self._events, []
+        return events
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._events:
+            now = time.monotonic()
+            until = min(
+                limit or float("inf"),
+                float("inf") if self._keeper_up else self._keeper_due,
+            )
+            wait_ms = None if until == float("inf") else max(0.0, until - now) * 1000
+            ready = self._poll.poll(wait_ms)
+            control = self._control.fileno()
+            if any(fd == control for fd, _ in ready):
+                self._hear_keeper()
+            self._drain()
+            if not ready:
+                if not self._keeper_up and time.monotonic() >= self._keeper_due:
+                    self._lose_keeper()
+                elif limit is not None and time.monotonic() >= limit:
+                    return
+
+    def _drain(self) -> None:
+        """All that workers have said so far."""
+        while True:
+            try:
+                data = os.read(self._results, RECORD.size * 50)
+            except BlockingIOError:
+                return
+            for record in RECORD.iter_unpack(data):
+                self._understand(record)
+            if len(data) < RECORD.size * 50:
+                return
+
+    def _understand(self, record: tuple[int, ...]) -> None:
+        mark, worker, life, task, slot, where, buffers, spec_bytes, bad = record
+        line = self._lifelines[worker] if mark & ~0xFF == MAGIC else None
+        if mark & ~0xFF != MAGIC:
+            raise HoldfastError(
+                "something in a worker wrote into Holdfast's own pipe: does the dataset close or reuse "
+                "descriptors that it did not open (os.closerange)?"
+            )
+        if line is None or line.life != life:
+            return  # an earlier life; its memory went with it
+        kind = mark & 0xFF
+        if kind in (Kind.BATCH, Kind.ERROR):
+            slots = line.slots
+            slots.used(slot, where + 16 * buffers + spec_bytes)
+            parcel = Parcel(
+                slots,
+                slot,
+                None,
+                where,
+                buffers,
+                spec_bytes,
+                kind == Kind.ERROR,
+                worker,
+            )
+            self._events.append(Finished(worker, life, task, parcel, bad))
+        else:
+            self._understand_rare(Kind(kind), line, record)
+
+    def _understand_rare(self, kind: Kind, line: Lifeline, record: tuple[int, ...]) -> None:
+        _, worker, life, task, slot, where, buffers, spec_bytes, bad = record
+        match kind:
+            case Kind.BOOTED:
+                self._events.append(Booted(worker, life))
+            case Kind.BOOT_FAILED:
+                parcel = Parcel(line.slots, slot, None, where, buffers, spec_bytes, True, worker)
+                self._events.append(BootFailed(worker, life, parcel))
+            case Kind.EXHAUSTED:
+                line.slots.put_back(slot)
+                self._events.append(Exhausted(worker, life, task))
+            case Kind.ABANDONED:
+                line.slots.put_back(slot)
+            case Kind.BATCH_IN_FILE:
+                line.slots.put_back(slot)
+                memory = self._file_of(record)
+                parcel = Parcel(None, 0, memory, where, buffers, spec_bytes, False, worker)
+                self._events.append(Finished(worker, life, task, parcel, bad))
+            case _:
+                raise AssertionError(f"unknown record {record}")
+
+    def _file_of(self, record: tuple[int, ...]) -> Memory:
+        """The file that this worker sent just before it wrote the record."""
+        self._take_files()
+        fd = self._files.pop(record)
+        try:
+            return Memory(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def _take_files(self) -> None:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._parcels, RECORD.size, 1)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            record = RECORD.unpack(data)
+            self._files[record] = fds[0]
+
+    def _hear_keeper(self) -> None:
+        while True:
+            try:
+                data = self._control.recv(1 << 17)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._lose_keeper()
+                return
+            self._believe(decode(data))
+
+    def _believe(self, message: Message) -> None:
+        match message:
+            case KeeperUp():
+                self._keeper_up = True
+            case LifeStarted(worker, life, pid):
+                line = self._lifelines[worker]
+                if line is not None and line.life == life:
+                    line.pid = pid
+            case LifeEnded(worker, life, at, cause, code, on, evidence):
+                self._drain()  # what it finished comes before its death
+                handle = self.workers[worker]
+                handle.exitcode = -code if cause is not Cause.EXIT else code
+                self._events.append(Exited(worker, life, at, cause, code, on, evidence))
+            case LifeQuiet(worker, life, what, code, on, evidence):
+                self._events.append(Silence(worker, life, what, code, (on, evidence)))
+            case StartLife() | StopAll():
+                raise AssertionError(f"not for a trainer: {message}")
+            case _:
+                assert_never(message)
+
+    def _lose_keeper(self) -> None:
+        """It died, or never came up. Its workers die with it, and nobody is to blame."""
+        try:
+            os.kill(self._keeper_pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # dead already, and reaped by somebody else
+        self._end_keeper(3.0)
+        self._drain()
+        now = time.monotonic()
+        for worker, line in enumerate(self._lifelines):
+            if line is not None:
+                evidence = Evidence(pid=line.pid or 0)
+                self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, None, evidence))
+        self._launch()
+
+    # Parcels -------------------------------------------------------------------------------------------------------
+
+    def take_out(self, parcel: Parcel) -> Any:
+        """What a parcel holds. Its slot is free when the last view of it is gone."""
+        slots = parcel.slots
+        if slots is None:
+            assert parcel.file is not None
+            whole = parcel.file.export
+            return unpack(parcel.file.view, parcel.where, parcel.buffers, parcel.spec_bytes, whole)
+        lent = False
+
+        def lend() -> memoryview | None:
+            nonlocal lent
+            view = slots.lend(parcel.slot)
+            lent = view is not None
+            return view
+
+        start = parcel.slot * slots.stride
+        view = slots.memory.view[start : start + slots.stride]
+        try:
+            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend)
+        finally:
+            if not lent:
+                slots.put_back(parcel.slot)
+
+    def discard(self, result: object) -> None:
+        if isinstance(result, Parcel) and result.slots is not None:
+            result.slots.put_back(result.slot)
+
+
+def _sparse_file(slots: int) -> tuple[int, Memory, int]:
+    """(descriptor, mapping, stride) of a file with that many slots: as wide as the limits on size allow."""
+    stride = stride_for(slots)
+    while True:
+        try:
+            fd = new_file("batches", slots * stride)
+        except OSError:
+            if stride <= SMALLEST_STRIDE:
+                raise
+        else:
+            try:
+                return fd, Memory(fd, slots * stride), stride
+            except OSError:
+                os.close(fd)
+                if stride <= SMALLEST_STRIDE:
+                    raise
+        stride //= 4
+        stride = max(stride, SMALLEST_STRIDE)

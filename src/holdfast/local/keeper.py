@@ -1,0 +1,387 @@
+"""The keeper: the process that forks, reaps, watches, limits and dumps.
+
+One small single-threaded process between the trainer and its workers, their direct parent. So a replacement starts
+in milliseconds and never forks the trainer's threads, CUDA context or held locks again; exits are reaped and hangs
+are seen while the trainer is busy, without its GIL. It runs no user code.
+
+It must not outlive the trainer. PDEATHSIG would fire on the death of the parent *thread*, so it watches a pidfd of
+the trainer and the end of the control socket instead (and `getppid` where there is no pidfd). Its workers die with
+it: for them it is the only thread of their parent.
+"""
+
+import gc
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from holdfast.core.messages import Cause, Place, Stage
+from holdfast.local import linux
+from holdfast.local.evidence import Evidence
+from holdfast.local.pulse import (
+    DUMPABLE,
+    LAST_SIGNAL,
+    POSITION,
+    SIGNALS,
+    SINCE,
+    STAGE,
+    TASK,
+    Pulse,
+)
+from holdfast.local.wire import (
+    KeeperUp,
+    LifeEnded,
+    LifeQuiet,
+    LifeStarted,
+    Message,
+    StartLife,
+    StopAll,
+    decode,
+    encode,
+)
+from holdfast.local.worker import Job, Wiring, Worker
+from holdfast.shm.memory import Memory
+
+# How often workers are looked at. A tick costs some 20 us per worker.
+TICK_S = 0.1
+# A worker that says nothing for this long is an incident, and again each time the silence has doubled.
+SILENT_S = 60.0
+# How long a stack dump may take. faulthandler writes it in well under a millisecond, unless the process is stopped.
+DUMP_S = 0.2
+STACK_BYTES = 32 << 10
+# EAGAIN from fork passes when other processes end; this long it is tried again.
+FORK_PATIENCE_S = 5.0
+
+
+class Orders(NamedTuple):
+    """What a keeper is told at its start; descriptors are its own."""
+
+    control: socket.socket
+    results: int
+    files: socket.socket
+    pulses: int
+    workers: int
+    trainer_pid: int
+    sample_timeout: float | None
+    growth_bytes: int | None
+
+
+class Life:
+    """One worker process, as its keeper sees it."""
+
+    def __init__(self, order: StartLife, pid: int, pulse: Pulse, crash: int, now: float) -> None:
+        self.worker = order.worker
+        self.life = order.life
+        self.pid = pid
+        self.pidfd = linux.open_pidfd(pid)
+        self.pulse = pulse
+        self.crash = crash
+        self.began = now
+        self.beat: tuple[int, ...] = ()
+        self.quiet_s = 0.0
+        self.next_alarm_s = SILENT_S
+        self.signals = pulse.words[SIGNALS]
+        self.resident = 0
+        self.killed_for: Cause | None = None
+        self.stack = ""
+        self.state = ""
+
+
+class Keeper:
+    """See the module. `run` returns when there is nobody left to keep."""
+
+    def __init__(self, orders: Orders, job: Job) -> None:
+        self._orders = orders
+        self._job = job
+        self._pulse_memory = Memory(orders.pulses, orders.workers * 4096)
+        self._pulses = [Pulse(self._pulse_memory, i) for i in range(orders.workers)]
+        self._lives: dict[int, Life] = {}  # by pid
+        self._unforked: deque[tuple[StartLife, list[int], float]] = deque()
+        self._unsaid: deque[bytes] = deque()
+        self._trainer = linux.open_pidfd(orders.trainer_pid)
+        self._parent = os.getppid()
+        self._poll = select.poll()
+        self._stop_at: float | None = None
+        self._last_tick = time.monotonic()
+        timeout = orders.sample_timeout
+        self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
+
+    def run(self) -> None:
+        """Until the trainer says stop, closes the socket, or is gone."""
+        self._orders.control.setblocking(False)
+        self._poll.register(self._orders.control, select.POLLIN)
+        if self._trainer is not None:
+            self._poll.register(self._trainer, select.POLLIN)
+        gc.disable()
+        gc.freeze()  # what is there now stays shared with the workers, untouched by the collector
+        self._say(KeeperUp(os.getpid()))
+        while not self._over():
+            timeout = self._tick_s if self._lives or self._unforked else 1.0
+            for fd, _ in self._poll.poll(timeout * 1000):
+                if fd == self._trainer:
+                    self._kill_all()
+                    return
+                if fd == self._orders.control.fileno():
+                    self._listen()
+            self._reap()
+            self._watch()
+        self._kill_all()
+
+    def _over(self) -> bool:
+        if self._trainer is None and os.getppid() != self._parent:
+            return True
+        if self._stop_at is None:
+            return False
+        return not self._lives or time.monotonic() >= self._stop_at
+
+    # Words with the trainer ----------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._orders.control, 1 << 16, 8)
+            except BlockingIOError:
+                break
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self._stop_at = self._stop_at or time.monotonic()
+                self._poll.unregister(self._orders.control)
+                return
+            match decode(data):
+                case StartLife() as order:
+                    self._start(order, fds)
+                case StopAll(grace_s):
+                    self._stop_at = time.monotonic() + grace_s
+                case other:
+                    raise AssertionError(f"not for a keeper: {other}")
+        self._say()
+
+    def _say(self, message: Message | None = None) -> None:
+        """Never blocks: what the socket does not take now is said at the next tick."""
+        if message is not None:
+            self._unsaid.append(encode(message))
+        while self._unsaid:
+            try:
+                self._orders.control.send(self._unsaid[0])
+            except (BlockingIOError, OSError):
+                return
+            self._unsaid.popleft()
+
+    # Birth ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, order: StartLife, fds: list[int], since: float | None = None) -> None:
+        now = time.monotonic()
+        pulse = self._pulses[order.worker]
+        pulse.begin_life(order.life)
+        # Signals wait until the child has its own handlers: it inherits ours.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            since = now if since is None else since
+            if now - since < FORK_PATIENCE_S:
+                self._unforked.append((order, fds, since))
+            else:
+                for fd in fds:
+                    os.close(fd)
+                self._say(_never_born(order, now, error.errno or 0))
+            return
+        if pid == 0:
+            self._be_worker(order, fds, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        tasks, memory, crash = fds
+        os.close(tasks)
+        os.close(memory)
+        life = Life(order, pid, pulse, crash, now)
+        self._lives[pid] = life
+        if life.pidfd is not None:
+            self._poll.register(life.pidfd, select.POLLIN)
+        self._say(LifeStarted(order.worker, order.life, pid))
+
+    def _be_worker(self, order: StartLife, fds: list[int], mask: Any) -> None:
+        """Never returns. The bootstrap of multiprocessing gives user code the process it knows from torch."""
+        keeper_pid = os.getppid()
+        status = 1
+        try:
+            self._orders.control.close()
+            for life in self._lives.values():
+                os.close(life.crash)
+                if life.pidfd is not None:
+                    os.close(life.pidfd)
+            if self._trainer is not None:
+                os.close(self._trainer)
+            gc.enable()
+            tasks, memory, crash = fds
+            wiring = Wiring(
+                *order,
+                tasks,
+                self._orders.results,
+                self._orders.files,
+                memory,
+                crash,
+                keeper_pid,
+                self._orders.growth_bytes,
+            )
+            worker = Worker(wiring, self._job, self._pulses[order.worker])
+
+            def live() -> None:
+                worker.take_signals()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                worker.run()
+
+            process: Any = multiprocessing.get_context("fork").Process(
+                target=live, name=f"holdfast-worker-{order.worker}"
+            )
+            status = process._bootstrap(parent_sentinel=None)
+        finally:
+            os._exit(status)
+
+    # Death ---------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while self._lives:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            life = self._lives.pop(pid, None)
+            if life is not None:
+                self._report(life, status, usage.ru_maxrss * 1024)
+
+    def _report(self, life: Life, status: int, peak: int) -> None:
+        now = time.monotonic()
+        if life.pidfd is not None:
+            self._poll.unregister(life.pidfd)
+            os.close(life.pidfd)
+        code = os.waitstatus_to_exitcode(status)
+        cause = Cause.SIGNAL if code < 0 else Cause.EXIT
+        evidence = Evidence(
+            pid=life.pid,
+            lived_s=now - life.began,
+            stack=life.stack or _read_stack(life.crash),
+            state=life.state,
+            peak_bytes=peak,
+            resident_bytes=life.resident,
+            noted_signals=life.pulse.words[SIGNALS],
+        )
+        os.close(life.crash)
+        on = life.pulse.place(now)
+        cause = life.killed_for or cause
+        self._say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
+
+    def _kill_all(self) -> None:
+        for pid in self._lives:
+            _kill(pid)
+        for pid in self._lives:
+            linux.wait_for_exit(pid, 2.0)
+        self._lives.clear()
+
+    # The watch -----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        gap = now - self._last_tick
+        if gap < self._tick_s * 0.8:
+            return
+        self._last_tick = now
+        # A stopped keeper or a paused machine is nobody's hang: a gap counts as two ticks at most.
+        step = min(gap, 2 * self._tick_s)
+        for life in list(self._lives.values()):
+            self._look_at(life, step, now)
+        for _ in range(len(self._unforked)):
+            self._start(*self._unforked.popleft())
+        self._say()
+
+    def _look_at(self, life: Life, step: float, now: float) -> None:
+        words = life.pulse.words
+        life.resident = linux.resident_bytes(life.pid) or life.resident
+        beat = (words[STAGE], words[TASK], words[POSITION], words[SINCE])
+        if beat != life.beat or beat[0] == Stage.IDLE:
+            life.beat, life.quiet_s, life.next_alarm_s = beat, 0.0, SILENT_S
+        else:
+            life.quiet_s += step
+            self._judge_silence(life, now)
+        if words[SIGNALS] != life.signals:
+            life.signals = words[SIGNALS]
+            self._say_quiet(life, "signal", words[LAST_SIGNAL], now)
+
+    def _judge_silence(self, life: Life, now: float) -> None:
+        allowed = self._orders.sample_timeout
+        stage, position = life.beat[0], life.beat[2]
+        if allowed is not None and stage >= Stage.FETCH and life.killed_for is None:
+            if stage == Stage.FETCH_MANY:
+                allowed *= max(1, position)  # there it is the number of samples
+            if life.quiet_s > allowed:
+                self._dump(life)
+                life.killed_for = Cause.DEADLINE
+                _kill(life.pid)
+                return
+        if life.quiet_s >= life.next_alarm_s:
+            life.next_alarm_s *= 2
+            self._dump(life)
+            self._say_quiet(life, "silent", int(life.quiet_s), now)
+            life.stack = ""
+
+    def _say_quiet(self, life: Life, what: str, code: int, now: float) -> None:
+        evidence = Evidence(
+            pid=life.pid,
+            lived_s=now - life.began,
+            stack=life.stack,
+            state=life.state,
+            resident_bytes=life.resident,
+            noted_signals=life.signals,
+        )
+        on = life.pulse.place(now)
+        self._say(LifeQuiet(life.worker, life.life, what, code, on, evidence))
+
+    def _dump(self, life: Life) -> None:
+        """Ask the worker for its stack. faulthandler answers even while native code holds the GIL."""
+        life.state = linux.process_state(life.pid)
+        if not life.pulse.words[DUMPABLE] or life.state in ("T", "t", "Z", ""):
+            return
+        os.ftruncate(life.crash, 0)
+        os.lseek(life.crash, 0, os.SEEK_SET)
+        os.kill(life.pid, linux.DUMP_SIGNAL)
+        deadline = time.monotonic() + DUMP_S
+        size = 0
+        while time.monotonic() < deadline:
+            time.sleep(0.002)
+            before, size = size, os.fstat(life.crash).st_size
+            if size and size == before:
+                break
+        life.stack = _read_stack(life.crash)
+
+
+def _read_stack(crash: int) -> str:
+    return os.pread(crash, STACK_BYTES, 0).decode(errors="replace").rstrip()
+
+
+def _kill(pid: int) -> None:
+    """Only ever a child of ours that was not reaped yet: the pid cannot be anybody else's."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
+    place = Place(-1, 0, Stage.BOOT, 0.0)
+    evidence = Evidence(pid=0, fork_errno=number)
+    return LifeEnded(order.worker, order.life, now, Cause.EXIT, 0, place, evidence)
+
+
+def note_signals_only() -> None:
+    """The keeper outlives a scheduler's SIGTERM: the trainer decides what a stop means."""
+
+    def note(number: int, frame: object) -> None:
+        return
+
+    for number in linux.NOTED_SIGNALS:
+        signal.signal(number, note)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)

@@ -1,0 +1,88 @@
+"""The few system calls and files of Linux that the standard library does not wrap."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+# Schedulers and terminals send these; a worker notes them and goes on.
+NOTED_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+# Asks a worker for its Python stack. A real-time signal that neither glibc nor a common library uses.
+DUMP_SIGNAL = signal.SIGRTMIN + 17
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """SIGKILL for this process when its parent ends; at once if that has happened already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None on kernels without it (before 5.3)."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process, shared pages included; 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts for this process right now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def process_state(pid: int) -> str:
+    """One letter as in ps: R running, S sleeping, D uninterruptible, T stopped, Z zombie; "" when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def wait_for_exit(pid: int, seconds: float) -> bool:
+    """Reap our child `pid` within `seconds`; True when it is gone, also if somebody else reaped it."""
+    deadline = time.monotonic() + seconds
+    pause = 0.0005
+    while True:
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                return True
+        except ChildProcessError:
+            if not process_state(pid):
+                return True
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, 0.02)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; "signal 40" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

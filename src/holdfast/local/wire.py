@@ -1,0 +1,97 @@
+"""What trainer, keeper and workers say to each other.
+
+trainer -> worker   a pipe per life: TASK records. The task itself lies in its slot.
+worker -> trainer   one pipe for all: RECORDs. A write of up to PIPE_BUF bytes is whole or not at all, so no lock is
+                    needed and a killed writer leaves nothing half said. What a worker wrote before its death is in
+                    the pipe before its keeper tells of the death: the trainer drains the pipe first.
+worker -> trainer   one socket for all: descriptors of files too large for a slot, ahead of their RECORD.
+trainer <-> keeper  a sequenced-packet socket: the tuples below, pickled, with descriptors beside them.
+"""
+
+import pickle
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from holdfast.core.messages import Cause, Place
+from holdfast.local.evidence import Evidence
+
+TASK = struct.Struct("<qqqq")  # task, slot, payload bytes, unused
+RECORD = struct.Struct("<9q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad
+MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
+
+
+class Kind(IntEnum):
+    """What a RECORD says."""
+
+    BOOTED = 1
+    BOOT_FAILED = 2
+    BATCH = 3
+    ERROR = 4
+    EXHAUSTED = 5
+    ABANDONED = 6
+    BATCH_IN_FILE = 7
+
+
+class StartLife(NamedTuple):
+    """trainer -> keeper, with descriptors: task pipe, memory file, crash file."""
+
+    worker: int
+    life: int
+    slots: int
+    stride: int
+
+
+class StopAll(NamedTuple):
+    """trainer -> keeper: no more work; workers may take `grace_s` to leave by themselves."""
+
+    grace_s: float
+
+
+class KeeperUp(NamedTuple):
+    """keeper -> trainer: it runs."""
+
+    pid: int
+
+
+class LifeStarted(NamedTuple):
+    """keeper -> trainer."""
+
+    worker: int
+    life: int
+    pid: int
+
+
+class LifeEnded(NamedTuple):
+    """keeper -> trainer."""
+
+    worker: int
+    life: int
+    at: float
+    cause: Cause
+    code: int
+    on: Place
+    evidence: Evidence
+
+
+class LifeQuiet(NamedTuple):
+    """keeper -> trainer: a worker has been silent for long ("silent"), or noted a signal ("signal")."""
+
+    worker: int
+    life: int
+    what: str
+    code: int
+    on: Place
+    evidence: Evidence
+
+
+Message = StartLife | StopAll | KeeperUp | LifeStarted | LifeEnded | LifeQuiet
+
+
+def encode(message: Message) -> bytes:
+    return pickle.dumps(message, protocol=5)
+
+
+def decode(data: bytes) -> Message:
+    message: Message = pickle.loads(data)
+    return message

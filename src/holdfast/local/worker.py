@@ -1,0 +1,156 @@
+"""A worker's whole life: boot, ready, loop, farewell.
+
+It reads tasks from a pipe, does them one after another in its only thread, and announces each when its batch is
+complete in shared memory; from then on the batch does not need it any more. It knows nothing of other workers and
+shares no lock with anybody. What a task *is*, the `Job` knows.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+from typing import NamedTuple, Protocol
+
+from holdfast.core.messages import Stage
+from holdfast.local import limits, linux, raised
+from holdfast.local.pulse import (
+    DUMPABLE,
+    FLOOR,
+    LAST_SIGNAL,
+    SIGNALS,
+    TASK,
+    TASKS,
+    Pulse,
+)
+from holdfast.local.wire import MAGIC, RECORD, Kind
+from holdfast.local.wire import TASK as TASK_RECORD
+from holdfast.shm.memory import Memory
+from holdfast.shm.slots import slot_view
+
+
+class Reply(NamedTuple):
+    """What became of one task. `file`: the descriptor of a batch that did not fit its slot."""
+
+    kind: Kind
+    where: int = 0
+    buffers: int = 0
+    spec_bytes: int = 0
+    bad: int = 0
+    file: int = -1
+
+
+class Job(Protocol):
+    """What workers do. Made in the trainer; forked with the keeper, or pickled to it."""
+
+    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+        """In the new worker, once; what it raises ends the run."""
+
+    def run(self, payload: memoryview, slot: memoryview, address: int) -> Reply:
+        """One task: its payload in, its batch into the slot. Raises nothing that user code raised."""
+
+    def pack_error(self, error: raised.Raised, slot: memoryview, address: int) -> Reply:
+        """An exception into the slot."""
+
+
+class Wiring(NamedTuple):
+    """All that connects a worker; descriptors are its own."""
+
+    worker: int
+    life: int
+    slots: int
+    stride: int
+    tasks: int
+    results: int
+    files: socket.socket
+    memory: int
+    crash: int
+    keeper_pid: int
+    growth_bytes: int | None
+
+
+class Worker:
+    """One life."""
+
+    def __init__(self, wiring: Wiring, job: Job, pulse: Pulse) -> None:
+        self._wiring = wiring
+        self._job = job
+        self._pulse = pulse
+        self._memory: Memory
+
+    def run(self) -> None:
+        """Boot, then work until the trainer closes the pipe."""
+        linux.die_with_parent(self._wiring.keeper_pid)
+        limits.raise_descriptor_limit()
+        # One slot more than there are tasks: what a failing boot has to say lies there.
+        size = (self._wiring.slots + 1) * self._wiring.stride
+        self._memory = Memory(self._wiring.memory, size)
+        os.close(self._wiring.memory)
+        if self._boot():
+            self._loop()
+
+    def take_signals(self) -> None:
+        """First of all: from here on a signal is noted, and a crash leaves its stack."""
+        words = self._pulse.words
+
+        def note(number: int, frame: object) -> None:
+            words[LAST_SIGNAL] = number
+            words[SIGNALS] += 1
+
+        for number in linux.NOTED_SIGNALS:
+            signal.signal(number, note)
+        os.register_at_fork(after_in_child=_restore_defaults)
+        crash = self._wiring.crash
+        faulthandler.enable(file=crash, all_threads=True)
+        faulthandler.register(linux.DUMP_SIGNAL, file=crash, all_threads=True)
+        words[DUMPABLE] = 1
+
+    def _boot(self) -> bool:
+        wiring = self._wiring
+        try:
+            self._job.boot(wiring.worker, wiring.life, self._pulse)
+        except BaseException as error:  # user code: unpickling, worker_init_fn
+            captured = raised.capture(error)
+            reply = self._job.pack_error(captured, *self._slot(wiring.slots))
+            self._announce(-1, wiring.slots, reply._replace(kind=Kind.BOOT_FAILED))
+            return False
+        if wiring.growth_bytes is not None:
+            limits.limit_growth(wiring.growth_bytes)
+        self._pulse.enter(Stage.IDLE)
+        self._announce(-1, -1, Reply(Kind.BOOTED))
+        return True
+
+    def _slot(self, slot: int) -> tuple[memoryview, int]:
+        return slot_view(self._memory, self._wiring.stride, slot)
+
+    def _loop(self) -> None:
+        pulse, words = self._pulse, self._pulse.words
+        while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
+            for task, slot, size, _ in TASK_RECORD.iter_unpack(data):
+                if task < words[FLOOR]:
+                    self._announce(task, slot, Reply(Kind.ABANDONED))
+                    continue
+                view, address = self._slot(slot)
+                words[TASK] = task
+                reply = self._job.run(view[:size], view, address)
+                self._announce(task, slot, reply)
+                words[TASKS] += 1
+                pulse.enter(Stage.IDLE)
+
+    def _announce(self, task: int, slot: int, reply: Reply) -> None:
+        wiring = self._wiring
+        kind, where, buffers, spec_bytes, bad, file = reply
+        head = (MAGIC | kind, wiring.worker, wiring.life, task, slot)
+        record = RECORD.pack(*head, where, buffers, spec_bytes, bad)
+        if file >= 0:
+            socket.send_fds(wiring.files, [record], [file])
+            os.close(file)
+        os.write(wiring.results, record)
+
+
+def _restore_defaults() -> None:
+    """A process that user code forks can be terminated as always."""
+    for number in linux.NOTED_SIGNALS:
+        signal.signal(
+            number,
+            signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+        )

@@ -1,0 +1,1 @@
+"""Shared memory: who owns which bytes. memory.py maps it, slots.py hands it out, pack.py fills it."""

@@ -1,0 +1,78 @@
+"""Anonymous memory files, sparse and mapped.
+
+A file of `memfd_create` has no name: nothing in /dev/shm, nothing to leave behind. It may be far larger than the
+machine's memory, since only touched pages cost anything. Mapped through libc and not by `mmap.mmap`, which keeps a
+descriptor per mapping open; here the descriptor may be closed as soon as both sides have mapped the file.
+
+The mapping lives as long as the `Memory` object: whoever looks into it must hold on to that.
+"""
+
+import ctypes
+import os
+import weakref
+
+_PROT_READ_WRITE = 0x3
+_MAP_SHARED = 0x01
+_MAP_PRIVATE = 0x02
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_REMOVE = 9
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+_LIBC = _libc()
+
+
+def new_file(name: str, size: int) -> int:
+    """The descriptor of a new memory file of `size` bytes, none of them touched."""
+    fd = os.memfd_create(f"holdfast-{name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Memory:
+    """One mapped memory file."""
+
+    def __init__(self, fd: int, size: int, *, private: bool = False) -> None:
+        flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_NORESERVE
+        address = _LIBC.mmap(None, size, _PROT_READ_WRITE, flags, fd, 0)
+        if address == _MAP_FAILED or address is None:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+        self.address: int = address
+        self.size = size
+        self.view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        weakref.finalize(self, _LIBC.munmap, address, size).atexit = False
+
+    def give_back(self, start: int, end: int) -> None:
+        """Return the pages that lie wholly inside [start, end) to the system; they read as zeros again."""
+        start = -(-start // _PAGE) * _PAGE
+        end = end // _PAGE * _PAGE
+        if end > start:
+            _LIBC.madvise(self.address + start, end - start, _MADV_REMOVE)
+
+    def export(self) -> memoryview:
+        """All of it, for the user to look at: the mapping lives as long as any view of this."""
+        exporter = (ctypes.c_char * self.size).from_address(self.address)
+        exporter.memory = self  # type: ignore[attr-defined]
+        return memoryview(exporter).cast("B")

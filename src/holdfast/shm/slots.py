@@ -1,0 +1,160 @@
+"""Slots: one life's memory, cut into strides. Only the trainer hands slots out and takes them back.
+
+    take()            trainer, before a task is sent: a slot for it
+    lend(slot)        trainer, when a batch is opened without copying: the bytes, to be kept by tensors
+    put_back(slot)    trainer, when nobody looks at the slot
+    retire()          trainer, when the life is over: give back all but what is lent
+
+Each life has a file of its own, so a late write of a dead worker can touch nobody else's bytes; that is all the
+generation a slot needs.
+
+A lent slot is free again when the last view of it has died. Views are tensors and arrays of the user, and slices of
+them; they all hold on to one object, the *exporter*, and a weak reference to that tells us. Any thread may run that
+callback, so it only appends to a deque.
+
+A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
+again before the child is gone: it holds the writing end of a pipe, whose end of file tells.
+"""
+
+import ctypes
+import os
+import select
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from holdfast.shm.memory import Memory
+
+# Address space for one life. 64 TiB hold 256 lives; the strides come from it.
+ROOM = 256 << 30
+SMALLEST_STRIDE = 1 << 20
+LARGEST_STRIDE = 8 << 30
+# Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
+KEEPABLE = 32
+
+
+class ForkGuard:
+    """Tells whether a forked child that saw lent slots may still be alive."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def in_parent(self) -> None:
+        os.close(self._write)
+
+    def in_child(self) -> None:
+        os.close(self._read)  # the other end stays open until the child ends or execs
+
+    @property
+    def over(self) -> bool:
+        if self._read >= 0 and select.select([self._read], [], [], 0)[0]:
+            os.close(self._read)
+            self._read = -1
+        return self._read < 0
+
+
+def stride_for(slots: int) -> int:
+    """The largest power of two of which `slots` fit the room."""
+    stride = LARGEST_STRIDE
+    while stride * slots > ROOM and stride > SMALLEST_STRIDE:
+        stride //= 2
+    return stride
+
+
+class Slots:
+    """The slots of one life, and who has them. `busy`: how many tasks may need one at once."""
+
+    def __init__(self, memory: Memory, stride: int, count: int, busy: int) -> None:
+        self.memory = memory
+        self.stride = stride
+        self.retired = False
+        self._free = list(range(count))[::-1]  # the last one back goes out first: warm
+        self._back: deque[int] = deque()
+        self._lent: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
+        self._lendable = count - busy
+        self._guards: dict[int, list[ForkGuard]] = {}
+        self._used = [0] * count
+        self._usual = 0.0  # slowly falling maximum of batch sizes
+        self._exporter: type[ctypes.Array[ctypes.c_char]] = type(
+            "SlotBytes", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": stride}
+        )
+
+    def take(self) -> int:
+        """A free slot. There always is one: at most `busy` are out for tasks, and what is lent has a bound."""
+        if self._back:
+            self._reclaim()
+        return self._free.pop()
+
+    def used(self, slot: int, size: int) -> None:
+        """A batch of `size` bytes came in this slot."""
+        self._usual = max(size, self._usual * 0.95)
+        self._used[slot] = max(self._used[slot], size)
+
+    def lend(self, slot: int) -> memoryview | None:
+        """The slot's bytes, to be looked at by the user; None when too many are lent already: copy them."""
+        if self._back:
+            self._reclaim()
+        if len(self._lent) >= self._lendable:
+            return None
+        exporter = self._exporter.from_address(self.memory.address + slot * self.stride)
+        exporter.slots = self  # type: ignore[attr-defined]  # the mapping lives as long as any view
+        self._lent[slot] = weakref.ref(exporter, self._returner(slot))
+        return memoryview(exporter).cast("B")
+
+    def _returner(self, slot: int) -> Callable[[object], None]:
+        me = weakref.ref(self)  # a strong one would be a cycle around the mapping
+
+        def back(_: object) -> None:
+            slots = me()
+            if slots is not None:
+                slots._back.append(slot)
+                if slots.retired:
+                    slots._reclaim()
+
+        return back
+
+    def put_back(self, slot: int) -> None:
+        """Nobody looks at this slot: it may be used again."""
+        if self.retired:
+            self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
+        elif self._used[slot] > 2 * self._usual + SMALLEST_STRIDE:
+            start = slot * self.stride
+            self.memory.give_back(start + int(self._usual), start + self._used[slot])
+            self._used[slot] = int(self._usual)
+        self._free.append(slot)
+
+    def _reclaim(self) -> None:
+        for _ in range(len(self._back)):
+            slot = self._back.popleft()
+            guards = self._guards.get(slot)
+            if guards:
+                guards[:] = [guard for guard in guards if not guard.over]
+                if guards:
+                    self._back.append(slot)
+                    continue
+                del self._guards[slot]
+            self._lent.pop(slot, None)
+            self.put_back(slot)
+
+    @property
+    def lent(self) -> bool:
+        """True while the user looks at some slot."""
+        return bool(self._lent)
+
+    def guard(self, guard: ForkGuard) -> None:
+        """The trainer forked: what is lent now must stay as it is while that child lives."""
+        for slot in self._lent:
+            self._guards.setdefault(slot, []).append(guard)
+
+    def retire(self) -> None:
+        """The life is over. Give back all but what is lent, or finished and not yet opened."""
+        self.retired = True
+        self._reclaim()
+        for slot in self._free:
+            self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
+
+
+def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:
+    """One slot's bytes and their address. Which process: any; it owns nothing."""
+    start = slot * stride
+    return memory.view[start : start + stride], memory.address + start
