@@ -211,7 +211,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         positions = None
         if send.bad:
             asked, positions = self._without(asked, send.bad, spares)
-        return pickle.dumps((self._seed, number, asked, positions, send.alone, spares), 5)
+        return pickle.dumps((self._seed, number, send.attempt, asked, positions, send.alone, spares), 5)
 
     def _spares(self, number: int) -> list[Any]:
         """Indices already given in this epoch, chosen by the seed: the same in every run."""

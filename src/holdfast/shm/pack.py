@@ -99,6 +99,7 @@ _NUMPY_TWIN: dict[torch.dtype, Any] = {
     torch.complex64: np.dtype(np.complex64),
     torch.complex128: np.dtype(np.complex128),
 }
+TORCH_TWIN = {twin: dtype for dtype, twin in _NUMPY_TWIN.items()}
 _CODES = {dtype: code for code, dtype in enumerate(_NUMPY_TWIN)}
 _TWINS = list(_NUMPY_TWIN.values())
 
