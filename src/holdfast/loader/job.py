@@ -45,8 +45,8 @@ class Recipe:
     policy: Policy
 
 
-# Samples from this size on are copied by numpy, which writes 38 MB in 2.3 ms where torch.stack needs 4.4.
-_LARGE = 4096
+# Samples from this size on are copied by numpy: as fast as torch.stack, or up to twice as fast where they are warm.
+_LARGE = 256 << 10
 
 
 class SlotStack:

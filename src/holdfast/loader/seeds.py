@@ -22,12 +22,12 @@ def mix(seed: int, number: int) -> int:
 
 
 def seed_all(seed: int, number: int) -> None:
-    """Seed the three generators of this process for one task: 10 us."""
+    """Seed the three generators of this process for one task: 8 us."""
     bits = mix(seed, number)
     # torch.manual_seed would go round every accelerator: 99 us instead of 1.
     torch.default_generator.manual_seed(bits)
-    random.seed(bits ^ 0x5DEECE66D)
-    np.random.seed((bits >> 16) & 0xFFFFFFFF)
+    random.seed(bits & 0xFFFFFFFF)
+    np.random.seed(bits >> 32)
 
 
 def save() -> tuple[Any, ...]:

@@ -138,6 +138,22 @@ _IN_PLACE = pickle.PickleBuffer(bytearray())
 
 AnySpace = SlotSpace | FileSpace
 
+# Batches of ever new shapes (variable length text) must not fill the memory.
+_MOST_SPECS = 512
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Dense numbers in this machine's memory, and nothing else to it."""
+    return not (
+        tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.__dict__
+    )
+
 
 class Packer:
     """Packs one batch after another; one per worker. Which process: the worker, in its main thread."""
@@ -147,6 +163,7 @@ class Packer:
         self._space: AnySpace
         self._spawning = spawning
         self._table: list[int] = []
+        self._specs: dict[tuple[Any, ...], bytes] = {}
         own: dict[type, Callable[[Any], Any]] = {
             torch.Tensor: self._reduce_tensor,
             np.ndarray: self._reduce_array,
@@ -166,13 +183,69 @@ class Packer:
         Raises `Full`, or whatever pickling the batch raises.
         """
         self._space = space
-        try:
-            spec = self._dump(pickle.Pickler, self._plain, batch)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            spec = self._dump(cloudpickle.Pickler, self._cloud, batch)
+        spec = None
+        shape_key = self._known_shape(batch)
+        if shape_key is not None:
+            spec = self._specs.get(shape_key)
+        if spec is None:
+            spec = self._pickle(batch)
+            if shape_key is not None and len(self._table) == 2 * len(shape_key[2]):
+                self._remember(shape_key, spec)
         table = self._table
         where = space.put(memoryview(struct.pack(f"<{len(table)}Q", *table) + spec))
         return where, len(table) // 2, len(spec)
+
+    def _pickle(self, batch: object) -> bytes:
+        try:
+            return self._dump(pickle.Pickler, self._plain, batch)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return self._dump(cloudpickle.Pickler, self._cloud, batch)
+
+    # Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec is
+    # the same bytes each time, so it is pickled once: that is half of the cost of a small batch.
+
+    def _known_shape(self, batch: object) -> tuple[Any, ...] | None:
+        """What the spec of a flat batch depends on, if its bytes are placed already or fit; None for any other."""
+        if type(batch) is not tuple or len(batch) != 2 or batch[0] is not None:
+            return None
+        content = batch[1]
+        kind = type(content)
+        keys = None
+        if kind is torch.Tensor:
+            leaves: Any = (content,)
+        elif kind is list or kind is tuple:
+            leaves = content
+        elif kind is dict:
+            leaves, keys = content.values(), tuple(content)
+            if not all(type(key) is str for key in keys):
+                return None
+        else:
+            return None
+        shapes = []
+        table: list[int] = []
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor or not _is_plain(leaf):
+                return None
+            code = _CODES.get(leaf.dtype)
+            if code is None or not leaf.is_contiguous():
+                return None
+            shapes.append((code, *leaf.shape))
+            table += self._place(leaf)
+        self._table = table
+        return kind, keys, tuple(shapes)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """(offset, size) of a contiguous tensor's bytes, which are copied unless they are in the slot already."""
+        size = tensor.nbytes
+        offset = self._space.lies_at(tensor.data_ptr(), size)
+        if offset is None:
+            offset = self._space.put(pickle.PickleBuffer(tensor.numpy()).raw())
+        return offset, size
+
+    def _remember(self, shape_key: tuple[Any, ...], spec: bytes) -> None:
+        if len(self._specs) >= _MOST_SPECS:
+            self._specs.clear()
+        self._specs[shape_key] = spec
 
     def _dump(self, pickler_class: Any, reducers: Any, batch: object) -> bytes:
         file = io.BytesIO()
@@ -190,15 +263,7 @@ class Packer:
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if self._spawning and (tensor.is_shared() or tensor.device.type != "cpu"):
             return self._shared[torch.Tensor](tensor)
-        if (
-            tensor.requires_grad
-            or tensor.layout is not torch.strided
-            or tensor.device.type != "cpu"
-            or tensor.is_quantized
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or tensor.__dict__
-        ):
+        if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)
         shape = tuple(tensor.shape)
         code = _CODES.get(tensor.dtype)
