@@ -15,6 +15,11 @@ import math
 
 # An innocent sample may be blamed less than once in a million.
 CHANCE = 1e-6
+# When the loader would otherwise give up, this much doubt is enough.
+LAST_CHANCE = 1e-2
+# Kills come in clusters and in rhythms, and a sample that was hit is tried again at once, so it may be in step with
+# them: it is taken to be hit this many times as often as any other moment.
+RHYTHM = 1.5
 
 
 def tail(hits: int, deaths: int, share: float) -> float:
@@ -37,7 +42,9 @@ def tail(hits: int, deaths: int, share: float) -> float:
     return min(total, 1.0)
 
 
-def unlikely_by_chance(hits: int, deaths: int, exposed_s: float, lived_s: float) -> bool:
-    """True when `hits` on one sample, exposed for `exposed_s` of `lived_s`, are not plain bad luck."""
-    share = exposed_s / lived_s if lived_s > 0 else 1.0
-    return tail(hits, max(deaths, hits), share) < CHANCE
+def luck(hits: int, deaths: int, exposed_s: float, lived_s: float) -> float:
+    """The chance of `hits` on one sample, exposed for `exposed_s` of `lived_s`, by plain bad luck."""
+    weight = RHYTHM * exposed_s
+    rest = max(lived_s - exposed_s, 0.0)
+    share = weight / (weight + rest) if weight + rest > 0 else 1.0
+    return tail(hits, max(deaths, hits), share)

@@ -9,14 +9,14 @@ The rules:
  3. Every event names a worker and its life; earlier lives are ignored.
  4. Batch n is delivered once, after n-1 (unless `in_order=False`: once, when it comes).
  5. A sample is bad when it ended `strikes` lives; deaths that may come from outside count as blame.py allows.
- 6. The restart budget counts deaths without progress between them. Progress is a finished batch, or a position in
-    one that was not reached before.
+ 6. The restart budget counts the deaths of one worker without progress between them, anybody's. Progress is a
+    finished batch, or a position in one that was not reached before.
  7. A worker that never comes up ends the run after a few tries.
  8. The same events give the same actions.
 """
 
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from holdfast.core import blame
@@ -100,13 +100,14 @@ class Task:
 class Worker:
     """One worker, in its present life."""
 
-    __slots__ = ("boot_deaths", "drawn", "id", "life", "open", "ready", "tasks")
+    __slots__ = ("boot_deaths", "drawn", "id", "life", "open", "ready", "stalls", "tasks")
 
     def __init__(self, id: int, life: int, ready: bool) -> None:
         self.id = id
         self.life = life
         self.ready = ready
         self.boot_deaths = 0
+        self.stalls = 0  # its deaths since anybody made progress
         self.tasks: dict[int, Task] = {}  # in the order they were sent
         self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
@@ -137,9 +138,10 @@ class Ledger:
         self._tasks: dict[int, Task] = {}
         self._turn = first_task
         self._opened_at = 0.0
-        self._kills = 0  # deaths that may have come from outside
-        self._stalls = 0  # deaths since the last progress
-        self._stalled_on: set[tuple[int, int]] = set()
+        self._kills = 0  # deaths that may have come from outside; those on one and the same sample count once
+        self._stalled = False  # somebody died since the last progress
+        self._stalled_on: Counter[tuple[int, int]] = Counter()
+        self._luck = 1.0  # the chance that the last judged death was plain bad luck
         self._renewed = False
         self._proven = False  # some sample got through, so no lock was inherited by all
         self._seen = 0
@@ -265,9 +267,11 @@ class Ledger:
         return self._deliver()
 
     def _progress(self) -> None:
-        if self._stalls:
-            self._stalls = 0
+        if self._stalled:
+            self._stalled = False
             self._stalled_on.clear()
+            for worker in self._workers:
+                worker.stalls = 0
 
     def _breaker(self) -> list[Action]:
         if self._policy.bad_sample == "raise" or self._seen < BREAKER_LEAST:
@@ -303,18 +307,18 @@ class Ledger:
             return [Note(event, "nothing: its stream had ended", 0, 0)]
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
         task = worker.tasks[on.task] if on is not None else None
-        self._count_stall(worker, task, on)
+        self._count_stall(worker, task, on, event)
         if self._looks_like_inherited_lock(event, on):
             return self._renew(event)
         strike, needed, bad = self._judge(event, task, on)
         if not bad and self._out_of_patience(worker):
-            if len(self._stalled_on) != 1 or task is None:
+            if task is None or on is None or not self._stuck_on(worker, task, on):
                 self.stopped = True
                 return [
                     Note(event, "gave up: no progress", strike, needed),
                     Stop("restarts", event, self._bad, self._seen),
                 ]
-            bad = True  # nothing but this sample dies, again and again: it cannot be loaded here
+            bad = True  # this is what nothing gets past: it cannot be loaded here
         actions: list[Action] = []
         if bad and task is not None and on is not None:
             did, actions = self._give_up(worker, task, on, event)
@@ -341,33 +345,40 @@ class Ledger:
             *(self._give(worker, task) for task in held),
         ]
 
-    def _count_stall(self, worker: Worker, task: Task | None, on: Place | None) -> None:
-        if not worker.ready:
+    def _count_stall(self, worker: Worker, task: Task | None, on: Place | None, event: Exited) -> None:
+        if not worker.ready and not _maybe_chance(event):
             worker.boot_deaths += 1
         if task is not None and on is not None:
             if on.position > task.reached:
                 self._progress()
                 self._proven = self._proven or on.position > 0
-                task.reached = on.position
-            self._stalled_on.add((task.id, _blamed_position(on)))
+                # From the second attempt on, what was loaded is kept for the next life: only that is a height gained.
+                task.reached = on.position if task.attempt else -1
+            self._stalled_on[task.id, _blamed_position(on)] += 1
             for position in [p for p in task.hits if WHOLE_TASK < p < on.position]:
                 del task.hits[position]  # it got through this time: not poison
-        else:
-            self._stalled_on.add((-1, worker.id))
-        self._stalls += 1
+        self._stalled = True
+        worker.stalls += 1
 
     def _out_of_patience(self, worker: Worker) -> bool:
         boots = min(BOOT_DEATHS, self._policy.restarts)
-        return self._stalls > self._policy.restarts or worker.boot_deaths > boots
+        return worker.stalls > self._policy.restarts or worker.boot_deaths > boots
+
+    def _stuck_on(self, worker: Worker, task: Task, on: Place) -> bool:
+        """Most of this worker's deaths since the last progress fell on this one place, and hardly by chance."""
+        here = self._stalled_on[task.id, _blamed_position(on)]
+        if here == worker.stalls:
+            return True
+        return 2 * here > worker.stalls and self._luck < blame.LAST_CHANCE
 
     def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
         """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
-        maybe_chance = event.cause is Cause.SIGNAL and event.code not in OWN_FAULT
-        if maybe_chance:
-            self._kills += 1
+        maybe_chance = _maybe_chance(event)
         if task is None or on is None or event.cause is Cause.KEEPER:
+            self._kills += maybe_chance
             return 0, 0, False
         if on.stage is Stage.FETCH_MANY:
+            self._kills += maybe_chance
             task.alone = True  # one by one, so that the next death has a name
             return 0, 0, False
         position = _blamed_position(on)
@@ -376,11 +387,12 @@ class Ledger:
             strike = task.crashes[position] = task.crashes.get(position, 0) + 1
             return strike, needed, strike >= needed
         hits, exposed_s = task.hits.get(position, (0, 0.0))
+        self._kills += hits == 0
         hits, exposed_s = hits + 1, exposed_s + on.seconds
         task.hits[position] = (hits, exposed_s)
         lived_s = (event.at - self._opened_at) * len(self._workers)
-        guilty = hits >= needed and blame.unlikely_by_chance(hits, self._kills, exposed_s, lived_s)
-        return hits, needed, guilty
+        self._luck = blame.luck(hits, self._kills - 1 + hits, exposed_s, lived_s)
+        return hits, needed, hits >= needed and self._luck < blame.CHANCE
 
     def _give_up(self, worker: Worker, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
         """A sample (or a whole batch) is bad: do with it what the policy says."""
@@ -435,6 +447,11 @@ class Ledger:
             worker.ready = False
             actions += self._restart(worker)
         return actions
+
+
+def _maybe_chance(event: Exited) -> bool:
+    """True for a death that may have come from outside."""
+    return event.cause is Cause.SIGNAL and event.code not in OWN_FAULT
 
 
 def _blamed_position(on: Place) -> int:

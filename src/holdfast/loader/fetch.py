@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.core.messages import Stage
 from holdfast.loader import seeds
+from holdfast.loader.journal import Journal
 from holdfast.local.pulse import FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import Raised, capture
 from holdfast.policy import Policy
@@ -67,11 +68,11 @@ class Failed(Exception):
 class Draw:
     """What one task asks for.
 
-    `positions`: where in the batch each index stands, if some were left out before. `careful`: it has ended a life
-    before, so the pulse must say to the microsecond how long each sample takes.
+    `positions`: where in the batch each index stands, if some were left out before. `journal`: of a batch that has
+    ended a life before; `done`: its first samples, which an earlier life has loaded.
     """
 
-    __slots__ = ("alone", "careful", "indices", "positions", "spares")
+    __slots__ = ("alone", "done", "indices", "journal", "positions", "spares")
 
     def __init__(
         self,
@@ -79,9 +80,9 @@ class Draw:
         positions: Sequence[int] | None = None,
         alone: bool = False,
         spares: Sequence[object] = (),
-        careful: bool = False,
     ) -> None:
-        self.careful = careful
+        self.journal: Journal | None = None
+        self.done: list[Any] = []
         self.indices = indices
         self.positions = positions
         self.alone = alone
@@ -135,23 +136,27 @@ class MapFetcher:
         positions = range(len(indices)) if draw.positions is None else draw.positions
         began = time.monotonic_ns()
         words[STAGE], words[SINCE] = Stage.FETCH, began
-        samples: list[Any] = []
+        samples: list[Any] = list(draw.done)
         append = samples.append
         pairs = zip(positions, indices, strict=True)
+        for _ in samples:
+            next(pairs)
         while True:
             try:
-                if self._policy.retries:
+                if self._policy.retries or draw.journal is not None:
                     for position, index in pairs:
                         sample = self._one(position, index, draw.spares, troubles)
                         if sample is not _LEFT_OUT:
                             append(sample)
-                elif self._slow or draw.careful:
+                        if draw.journal is not None:
+                            draw.journal.close() if sample is _LEFT_OUT else draw.journal.add(sample)
+                elif self._slow:
                     clock = time.monotonic_ns
                     for words[POSITION], index in pairs:
                         words[SINCE] = clock()
                         append(dataset[index])
                 else:
-                    for words[POSITION], index in pairs:  # noqa: B007  (read in the except clause)
+                    for words[POSITION], index in pairs:
                         append(dataset[index])
                 break
             except Failed:

@@ -17,6 +17,7 @@ from holdfast.core.messages import Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
+from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import StreamFetcher, seeder
 from holdfast.local import birth
@@ -177,24 +178,33 @@ class LoaderJob:
 
     # Tasks ---------------------------------------------------------------------------------------------------------
 
-    def run(self, payload: memoryview, slot: memoryview, address: int) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, slot: memoryview, address: int) -> Reply:
         asked = pickle.loads(payload)
         space = SlotSpace(slot, address)
         try:
-            return self._stream_batch(asked, space) if self._recipe.iterable else self._map_batch(asked, space)
+            if self._recipe.iterable:
+                return self._stream_batch(asked, space)
+            base_seed, number, attempt, *rest = asked
+            draw = Draw(*rest)
+            seeds.seed_all(base_seed, number)
+            if attempt and self._recipe.auto_collation:
+                left = memoryview(bytes(saved))  # the slot is written again
+                draw.journal = Journal(self._packer, slot, address, self._pulse.words, len(draw.indices))
+                draw.done = draw.journal.restore(left, count)
+            return self._map_batch(draw, base_seed, number, space)
         except Failed as failed:
             failure = failed.to_failure(self._stream.print if self._stream is not None else 0)
         except (CannotSend, StreamBroken) as error:
             failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
         return Reply(Kind.ERROR, *self._packer.pack(failure, SlotSpace(slot, address)))
 
-    def _map_batch(self, asked: Any, space: SlotSpace) -> Reply:
-        base_seed, number, attempt, indices, positions, alone, spares = asked
+    def _map_batch(self, draw: Draw, base_seed: int, number: int, space: SlotSpace) -> Reply:
         fetcher = self._map
         assert fetcher is not None
-        draw = Draw(indices, positions, alone, spares, attempt > 0)
-        seeds.seed_all(base_seed, number)
+        indices = draw.indices
         samples, troubles = fetcher.load(draw, lambda: seeds.seed_all(base_seed, number))
+        if draw.journal is not None:
+            draw.journal.discard()
         if fetcher.left_out(samples):
             return self._send((troubles, None), space, samples, indices, len(troubles))
         self._stack.space = space if self._default_collate else None

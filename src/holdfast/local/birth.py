@@ -64,10 +64,10 @@ class Package:
         self._job = unpack(view, *self._spec, lambda: view)
         self._job.boot(worker, life, pulse)
 
-    def run(self, payload: memoryview, slot: memoryview, address: int) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, slot: memoryview, address: int) -> Reply:
         assert self._job is not None
         self.run = self._job.run  # type: ignore[method-assign]  # straight on, from now on
-        return self._job.run(payload, slot, address)
+        return self._job.run(payload, saved, count, slot, address)
 
     def pack_error(self, error: raised.Raised, slot: memoryview, address: int) -> Reply:
         return pack_error(error, slot, address)

@@ -24,12 +24,14 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Place,
+    Stage,
 )
 from holdfast.errors import HoldfastError
 from holdfast.local import birth, forks, linux
 from holdfast.local.evidence import Evidence
 from holdfast.local.keeper import Orders
-from holdfast.local.pulse import FLOOR, PAGE, Pulse
+from holdfast.local.pulse import FLOOR, JOURNAL_BYTES, JOURNALLED, PAGE, SLOT, Pulse
 from holdfast.local.wire import (
     MAGIC,
     RECORD,
@@ -54,6 +56,7 @@ from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Slots, stride_for
 KEEPER_READY_S = 10.0
 # What workers get to leave by themselves once there is no more work, before they are killed.
 GRACE_S = 1.0
+_NO_JOURNAL = (b"", 0)
 
 
 class Parcel(NamedTuple):
@@ -126,6 +129,7 @@ class LocalHost:
         self._retired: list[Slots] = []
         self._events: list[Event | Silence] = []
         self._files: dict[tuple[int, ...], int] = {}
+        self._journals: dict[int, tuple[bytes, int]] = {}  # task -> what its last life had done of it
         self._keeper_pid = 0
         self._keeper: BaseProcess | None = None
         self._keeper_up = False
@@ -274,9 +278,12 @@ class LocalHost:
         slot = slots.take()
         start = slot * slots.stride
         size = len(payload)
+        saved, count = self._journals.get(task, _NO_JOURNAL) if self._journals else _NO_JOURNAL
         slots.memory.view[start : start + size] = payload
+        if count:
+            slots.memory.view[start + size : start + size + len(saved)] = saved
         try:
-            os.write(line.tasks, TASK.pack(task, slot, size, 0))
+            os.write(line.tasks, TASK.pack(task, slot, size, len(saved), count))
         except BrokenPipeError:
             pass  # it is dying: its Exited is on the way, and the task goes out again
 
@@ -338,6 +345,8 @@ class LocalHost:
             return  # an earlier life; its memory went with it
         kind = mark & 0xFF
         if kind in (Kind.BATCH, Kind.ERROR):
+            if self._journals:
+                self._journals.pop(task, None)
             slots = line.slots
             slots.used(slot, where + 16 * buffers + spec_bytes)
             parcel = Parcel(
@@ -418,6 +427,7 @@ class LocalHost:
                     line.pid = pid
             case LifeEnded(worker, life, at, cause, code, on, evidence):
                 self._drain()  # what it finished comes before its death
+                self._take_journal(worker, life, on)
                 handle = self.workers[worker]
                 handle.exitcode = -code if cause is not Cause.EXIT else code
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
@@ -427,6 +437,19 @@ class LocalHost:
                 raise AssertionError(f"not for a trainer: {message}")
             case _:
                 assert_never(message)
+
+    def _take_journal(self, worker: int, life: int, on: Place) -> None:
+        """What the dead worker had loaded of its batch, for its next life."""
+        line = self._lifelines[worker]
+        words = self.pulses[worker].words
+        count = words[JOURNALLED]
+        self._journals.pop(on.task, None)
+        if line is None or line.life != life or on.stage is not Stage.FETCH or not count:
+            return
+        start = words[SLOT] * line.slots.stride
+        saved = bytes(line.slots.memory.view[start : start + words[JOURNAL_BYTES]])
+        if len(saved) < line.slots.stride // 4:  # it must fit beside the payload
+            self._journals[on.task] = (saved, count)
 
     def _lose_keeper(self) -> None:
         """It died, or never came up. Its workers die with it, and nobody is to blame."""

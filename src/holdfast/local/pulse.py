@@ -11,8 +11,8 @@ from holdfast.shm.memory import Memory
 
 PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
-SIGNALS, LAST_SIGNAL, BUSY, FLOOR, BYTES, RETRIES = range(8, 14)
-FIELDS = 14
+SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
+FIELDS = 15
 
 
 class Pulse:
@@ -25,7 +25,7 @@ class Pulse:
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE):
+        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED):
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()

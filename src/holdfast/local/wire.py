@@ -16,7 +16,7 @@ from typing import NamedTuple
 from holdfast.core.messages import Cause, Place
 from holdfast.local.evidence import Evidence
 
-TASK = struct.Struct("<qqqq")  # task, slot, payload bytes, unused
+TASK = struct.Struct("<5q")  # task, slot, payload bytes, journal bytes behind it, samples in it
 RECORD = struct.Struct("<9q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 

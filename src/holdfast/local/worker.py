@@ -18,6 +18,7 @@ from holdfast.local.pulse import (
     FLOOR,
     LAST_SIGNAL,
     SIGNALS,
+    SLOT,
     TASK,
     TASKS,
     Pulse,
@@ -45,8 +46,11 @@ class Job(Protocol):
     def boot(self, worker: int, life: int, pulse: Pulse) -> None:
         """In the new worker, once; what it raises ends the run."""
 
-    def run(self, payload: memoryview, slot: memoryview, address: int) -> Reply:
-        """One task: its payload in, its batch into the slot. Raises nothing that user code raised."""
+    def run(self, payload: memoryview, saved: memoryview, count: int, slot: memoryview, address: int) -> Reply:
+        """One task: its payload in, its batch into the slot. Raises nothing that user code raised.
+
+        `saved` is what the last life had done of it: `count` samples.
+        """
 
     def pack_error(self, error: raised.Raised, slot: memoryview, address: int) -> Reply:
         """An exception into the slot."""
@@ -125,13 +129,13 @@ class Worker:
     def _loop(self) -> None:
         pulse, words = self._pulse, self._pulse.words
         while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
-            for task, slot, size, _ in TASK_RECORD.iter_unpack(data):
+            for task, slot, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
                     self._announce(task, slot, Reply(Kind.ABANDONED))
                     continue
                 view, address = self._slot(slot)
-                words[TASK] = task
-                reply = self._job.run(view[:size], view, address)
+                words[TASK], words[SLOT] = task, slot
+                reply = self._job.run(view[:size], view[size : size + saved], count, view, address)
                 self._announce(task, slot, reply)
                 words[TASKS] += 1
                 pulse.enter(Stage.IDLE)

@@ -38,26 +38,26 @@ class SlotSpace:
     def __init__(self, view: memoryview, address: int) -> None:
         self._view = view
         self._address = address
-        self._end = 0
+        self.end = 0
         self._in_place: dict[int, tuple[int, int]] = {}
 
     def _room(self, size: int) -> int:
-        start = -(-self._end // ALIGN) * ALIGN
+        start = -(-self.end // ALIGN) * ALIGN
         if start + size > len(self._view):
             raise Full
-        self._end = start + size
+        self.end = start + size
         return start
 
     def put(self, raw: memoryview) -> int:
         start = self._room(raw.nbytes)
-        self._view[start : self._end] = raw
+        self._view[start : self.end] = raw
         return start
 
     def reserve(self, size: int) -> memoryview:
         """Room for `size` bytes that the caller writes itself."""
         start = self._room(size)
         self._in_place[self._address + start] = (start, size)
-        return self._view[start : self._end]
+        return self._view[start : self.end]
 
     def lies_at(self, address: int, size: int) -> int | None:
         """The offset of bytes that were written in place; None for any others."""

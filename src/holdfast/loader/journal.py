@@ -1,0 +1,68 @@
+"""Journal: what is loaded of a batch that has ended a life before, so that the next life need not begin again.
+
+Without it a batch that takes longer than the time between two kills would never be finished. A batch is journalled
+from its second attempt on: the samples that are loaded, in their order, each with the state of the random generators
+after it, lie in the slot until the batch is collated. If the worker dies, the trainer hands them to its next life.
+
+    slot: [where, buffers, spec bytes] per sample | the samples
+"""
+
+import struct
+from typing import Any
+
+from holdfast.loader import seeds
+from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED
+from holdfast.shm.pack import Packer, SlotSpace, unpack
+
+_ENTRY = struct.Struct("<QQQ")
+
+
+class Journal:
+    """One task's. `saved` is what the last life left; it is copied out at once, for the slot is written again."""
+
+    def __init__(self, packer: Packer, slot: memoryview, address: int, words: Any, samples: int) -> None:
+        self._packer = packer
+        self._slot = slot
+        self._words = words
+        self._samples = samples
+        self._space = SlotSpace(slot, address)
+        self._space.reserve(_ENTRY.size * samples)
+        self._open = True
+        words[JOURNALLED] = words[JOURNAL_BYTES] = 0
+
+    def restore(self, saved: memoryview, count: int) -> list[Any]:
+        """The samples that are there already; the generators go on where they were after the last of them."""
+        samples = []
+        state = None
+        for i in range(count):
+            entry = _ENTRY.unpack_from(saved, i * _ENTRY.size)
+            sample, state = unpack(saved, *entry, lambda: None)
+            samples.append(sample)
+        for sample in samples:
+            self.add(sample, state)
+        if state is not None:
+            seeds.restore(state)
+        return samples
+
+    def add(self, sample: Any, state: Any = None) -> None:
+        """One more is loaded. What cannot be written is not: the journal then ends there."""
+        if not self._open:
+            return
+        words = self._words
+        try:
+            entry = self._packer.pack((sample, state or seeds.save()), self._space)
+        except Exception:  # user code (__reduce__), or a full slot: this is a help, not a duty
+            self.close()
+            return
+        number = words[JOURNALLED]
+        _ENTRY.pack_into(self._slot, number * _ENTRY.size, *entry)
+        words[JOURNAL_BYTES] = self._space.end
+        words[JOURNALLED] = number + 1
+
+    def close(self) -> None:
+        """Something is left out, or cannot be written: what follows would not be in its place."""
+        self._open = False
+
+    def discard(self) -> None:
+        """The slot is about to be written by the batch itself."""
+        self._words[JOURNALLED] = 0
