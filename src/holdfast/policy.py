@@ -6,9 +6,9 @@ fields; the keeper reads `sample_timeout` and `worker_memory`.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.errors import PolicyError
 
@@ -127,7 +127,7 @@ class Policy:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Policy":
         """The policy that HOLDFAST_* variables ask for, e.g. HOLDFAST_BAD_SAMPLE=skip, HOLDFAST_RETRIES=3."""
         environment = os.environ if environment is None else environment
-        wanted: dict[str, object] = {}
+        wanted: dict[str, Any] = {}
         for field in fields(cls):
             text = environment.get(f"HOLDFAST_{field.name.upper()}")
             if text is None:
@@ -136,7 +136,7 @@ class Policy:
                 wanted[field.name] = _PARSERS[field.name](text)
             except (KeyError, ValueError) as error:
                 raise PolicyError(f"HOLDFAST_{field.name.upper()}={text!r} is not understood: {error}") from None
-        return cls(**wanted)  # type: ignore[arg-type]
+        return cls(**wanted)
 
 
 def _optional_seconds(text: str) -> float | None:
@@ -149,7 +149,7 @@ def _memory(text: str) -> int | str | None:
     return int(text) if text.isdigit() else text
 
 
-_PARSERS = {
+_PARSERS: dict[str, Callable[[str], Any]] = {
     "bad_sample": str,
     "retries": int,
     "retry_delay": float,

@@ -15,7 +15,7 @@ processes of this machine; another host may run actors of a cluster.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from holdfast.core.messages import Event
+from holdfast.core.messages import Event, Place
 
 
 class Silence(NamedTuple):
@@ -25,6 +25,7 @@ class Silence(NamedTuple):
     life: int
     what: str  # "silent" or "signal"
     code: int
+    on: Place
     evidence: object
 
 

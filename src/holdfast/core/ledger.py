@@ -443,9 +443,10 @@ class Ledger:
             Renew(),
         ]
         for worker in self._workers:
-            worker.life += 1
-            worker.ready = False
-            actions += self._restart(worker)
+            if worker.open:  # a stream that has ended needs no other life
+                worker.life += 1
+                worker.ready = False
+                actions += self._restart(worker)
         return actions
 
 

@@ -43,14 +43,16 @@ class InlineIterator(_SingleProcessDataLoaderIter):
 
     def _next_data(self) -> Any:
         while True:
-            asked = self._next_index()
+            asked = next(self._sampler_iter)
             self._batch += 1
             try:
                 batch = self._load(asked)
             except Failed as failed:
                 self._raise(failed)
             if batch is not None:
-                return pin_memory(batch[0], self._pin_memory_device) if self._pin_memory else batch[0]
+                if self._pin_memory:
+                    return pin_memory(batch[0], self._pin_memory_device)  # type: ignore[no-untyped-call]
+                return batch[0]
 
     def _load(self, asked: Any) -> tuple[Any] | None:
         """The batch in a 1-tuple; None where nothing is left of it."""
@@ -61,7 +63,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         spares: list[Any] = []
         if self._policy.bad_sample == "replace":
             self._given += asked if self._auto_collation else (asked,)
-            spares = random.Random(seeds.mix(self._base_seed, -5 - self._batch)).choices(self._given, k=8)
+            spares = random.Random(seeds.mix(int(self._base_seed), -5 - self._batch)).choices(self._given, k=8)
         samples, troubles = self._map.load(Draw(asked, spares=spares), lambda: None)
         self._account(len(asked) if self._auto_collation else 1, troubles)
         if self._map.left_out(samples):

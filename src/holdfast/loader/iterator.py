@@ -5,11 +5,12 @@ that can go wrong is decided in core/ledger.py; here it becomes what the user se
 incident in the report. There is no thread: deaths are noticed, and errors raised, inside `next()` only.
 """
 
-import logging
 import pickle
 import random
 import time
+import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
@@ -20,22 +21,17 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
-from holdfast.core.host import Silence
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Exited, Lost, Note, Send, Stage
+from holdfast.core.messages import BootFailed, Drawn, Lost, Send
 from holdfast.core.supervisor import Supervisor
-from holdfast.diagnose.finding import Case
-from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
-from holdfast.errors import BatchTimeout, LoaderTorn, TooManyBad, WorkerLost
+from holdfast.diagnose.report import Record
+from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
-from holdfast.loader.fetch import Failure, Trouble
-from holdfast.loader.job import LoaderJob, Recipe, notes_of
+from holdfast.loader.job import LoaderJob, Recipe
+from holdfast.loader.tell import Teller
 from holdfast.local.host import LocalHost, Parcel, WorkerHandle
 from holdfast.local.pulse import RETRIES, SAMPLES
-from holdfast.local.raised import Raised, to_raise
 from holdfast.policy import Policy
-
-log = logging.getLogger("holdfast")
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
 MOST_PER_WORKER = 1000
@@ -58,12 +54,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         context = loader.multiprocessing_context
         self._context = context if context is not None else get_context()
         self._method: str = self._context.get_start_method()
-        self._profiled = torch.autograd._profiler_enabled
+        self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
+        self._teller = Teller(record, policy, self._method, _name_of(self), self._host.pid_of)
         self._host.open()
         self._reset(loader, first_iter=True)
 
@@ -79,7 +76,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             iterable=self._iterable,
             worker_init_fn=init,
             num_workers=self._num_workers,
-            base_seed=self._base_seed,
+            base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             policy=self._policy,
         )
@@ -100,17 +97,21 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._fold_counts()
         self._epoch += 1
         # The first epoch is seeded by what torch drew; later ones of persistent workers each by their number.
-        self._seed = self._base_seed if first_iter else seeds.mix(self._base_seed, -1_000_000 - self._epoch)
+        base = int(self._base_seed)
+        self._seed = base if first_iter else seeds.mix(base, -1_000_000 - self._epoch)
         self._first_task = self._next_task
         self._asked: dict[int, Any] = {}  # task -> index or indices
         self._given: list[Any] = []  # all indices so far, for "replace"
         self._streams: dict[int, tuple[int, Any]] = {}  # worker -> (fingerprint, snapshot)
+        self._at_hand: dict[int, Any] = {}  # the task that is being told of, which is in `_asked` no more
         self._drained = False
         self._over = False
+        self._last_words: BaseException | None = None
+        self._teller.first_task = self._first_task
         self._waited_s = 0.0
         self._delivered = 0
-        running = () if first_iter else self._ledger.lives
-        self._ledger = Ledger(
+        running = [] if first_iter else self._ledger.lives
+        self._ledger: Ledger = Ledger(
             self._num_workers,
             self._depth,
             self._policy,
@@ -144,8 +145,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         while True:
             if not ready:
                 self._wait()
-            if supervisor.notes:
-                self._tell_incidents()
+            while supervisor.notes:
+                self._teller.incident(supervisor.notes.popleft())
             if supervisor.stop is not None:
                 self._raise_stop()
             if not ready:
@@ -235,11 +236,14 @@ class WorkerIterator(_BaseDataLoaderIter):
         """The batch in a 1-tuple; None where nothing was left of it. Raises what the user must see."""
         batch_number = task - self._first_task
         if isinstance(result, Lost):
-            self._raise_lost(result, asked, batch_number)
+            self._at_hand = {task: asked}
+            raise self._teller.lost(result)
         assert isinstance(result, Parcel)
         content = self._host.take_out(result)
         if result.failed:
-            self._raise_failure(content, asked, batch_number, result.worker)
+            if self._iterable:
+                self._streams[result.worker] = (content.print, self._streams.get(result.worker, (0, None))[1])
+            raise self._teller.failure(content, batch_number, result.worker)
         notes, batch = content
         if notes is not None:
             self._take_notes(notes, batch_number, result.worker)
@@ -247,17 +251,15 @@ class WorkerIterator(_BaseDataLoaderIter):
                 return None
         self._delivered += 1
         if self._pin_memory:
-            batch = pin_memory(batch, self._pin_memory_device)
+            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         self._num_yielded += 1
         if self._iterable and self._IterableDataset_len_called is not None:
             self._warn_of_length()
         return (batch,)
 
     def _warn_of_length(self) -> None:
-        if self._num_yielded <= self._IterableDataset_len_called:
+        if self._num_yielded <= (self._IterableDataset_len_called or 0):
             return
-        import warnings
-
         warnings.warn(
             f"Length of IterableDataset {self._dataset} was reported to be {self._IterableDataset_len_called}"
             f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
@@ -269,155 +271,38 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     # What the user is told -----------------------------------------------------------------------------------------
 
-    def _index_at(self, asked: Any, position: int) -> object:
-        if self._iterable or position < 0:
+    def _index_of(self, task: int, position: int) -> object:
+        """Which sample that is; None where there is none to name."""
+        asked = self._asked.get(task, self._at_hand.get(task))
+        if asked is None or self._iterable or position < 0:
             return None
         if not self._auto_collation:
             return asked
         return asked[position] if position < len(asked) else None
 
-    def _case(self, note: Note | Silence) -> Case:
-        """All that is known of one incident."""
-        if isinstance(note, Silence):
-            on, evidence = note.evidence
-            what, cause, code, did = note.what, None, note.code, ""
-            strike = needed = 0
-        else:
-            event = note.event
-            on, evidence = event.on, event.evidence
-            what, cause, code, did = "exited", event.cause, event.code, note.did
-            strike, needed = note.strike, note.needed
-        task = on.task if on is not None and on.stage >= Stage.FETCH else None
-        asked = self._asked.get(task) if task is not None else None
-        if asked is None:
-            task = None
-        return Case(
-            what=what,
-            worker=note.event.worker if isinstance(note, Note) else note.worker,
-            life=note.event.life if isinstance(note, Note) else note.life,
-            pid=evidence.pid,
-            task=None if task is None else task - self._first_task,
-            index=None if task is None else self._index_at(asked, on.position),
-            stage=on.stage if on is not None else None,
-            seconds=on.seconds if on is not None else 0.0,
-            attempt=max(1, strike),
-            strike=strike,
-            needed=needed,
-            cause=cause,
-            code=code,
-            evidence=evidence,
-            did=did,
-            sample_timeout=self._policy.sample_timeout,
-            worker_memory=self._policy.worker_bytes,
-            start_method=self._method,
-        )
-
-    def _tell_incidents(self) -> None:
-        notes = self._supervisor.notes
-        while notes:
-            note = notes.popleft()
-            if isinstance(note, Note):
-                self._record.counts["restarts"] += 1
-            self._tell(self._case(note))
-
-    def _tell(self, case: Case) -> Incident:
-        incident = incident_of(case)
-        self._record.add(incident)
-        log.warning("%s", incident.line)
-        return incident
-
     def _take_notes(self, notes: Any, batch: int, worker: int) -> None:
+        troubles = notes
         if self._iterable:
             troubles, so_far, snapshot = notes
             kept = self._streams.get(worker, (0, None))[1] if snapshot is None else snapshot
             self._streams[worker] = (so_far, kept)
-        for trouble in notes_of(self._iterable, notes):
-            self._take_trouble(trouble, batch, worker)
-
-    def _take_trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
-        did = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
-        if trouble.fate != "retried":
-            error = f"{trouble.raised.type_name}: {trouble.raised.text}"
-            self._record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
-        self._tell(
-            Case(
-                what="retried" if trouble.fate == "retried" else "raised",
-                worker=worker,
-                pid=self._host.pid_of(worker) or 0,
-                task=batch,
-                index=trouble.index,
-                stage=Stage.FETCH,
-                attempt=trouble.attempts,
-                raised=trouble.raised,
-                did=did[trouble.fate],
-            )
-        )
-
-    def _raise_failure(self, failure: Failure, asked: Any, batch: int, worker: int) -> None:
-        """User code raised, and the policy is to say so."""
-        if self._iterable:
-            self._streams[worker] = (failure.print, self._streams.get(worker, (0, None))[1])
-        case = Case(
-            what="raised",
-            worker=worker,
-            pid=self._host.pid_of(worker) or 0,
-            task=batch,
-            index=failure.index,
-            stage=failure.stage,
-            attempt=failure.attempts,
-            raised=failure.raised,
-            did="raised it from next(); the next call goes on with the next batch",
-        )
-        incident = incident_of(case)
-        self._record.add(incident)
-        if failure.position >= 0:
-            text = f"{failure.raised.type_name}: {failure.raised.text}"
-            self._record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
-        told = f"in worker {worker} (pid {case.pid}) {where(case)}"
-        raise to_raise(failure.raised, told, failure.index, worker)
-
-    def _raise_lost(self, lost: Lost, asked: Any, batch: int) -> None:
-        """A sample or batch ended too many lives."""
-        event = lost.event
-        self._asked[lost.task] = asked
-        try:
-            case = self._case(Note(event, "nothing more: next() raises for this batch", lost.attempts, 0))
-        finally:
-            del self._asked[lost.task]
-        incident = incident_of(case)
-        if lost.position >= 0:
-            self._record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
-        raise WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
+        for trouble in troubles or ():
+            self._teller.trouble(trouble, batch, worker)
 
     def _raise_stop(self) -> None:
         """Going on would not help."""
         stop = self._supervisor.stop
         assert stop is not None
-        self._finalizer()
-        event = stop.event
-        if isinstance(event, BootFailed):
-            content = self._host.take_out(event.result)
-            assert isinstance(content, Raised)
-            case = Case(what="boot", worker=event.worker, stage=Stage.INIT, raised=content)
-            self._tell(case)
-            raise to_raise(content, f"in worker {event.worker} while it started", None, event.worker)
-        if isinstance(event, Exited):
-            case = self._case(Note(event, "gave up", 0, 0))
-            incident = incident_of(case)
-            why = f"workers died more than {self._policy.restarts} times in a row without any progress; the last:"
-            if event.on is None or event.on.stage < Stage.IDLE:
-                why = "workers die before they are ready; the last:"
-            raise WorkerLost(f"{why}\n{incident}", case.index, case.worker, incident.stage, incident.stack or None)
-        raise TooManyBad(self._breaker_text(stop.bad, stop.seen), stop.bad, stop.seen)
-
-    def _breaker_text(self, bad: int, seen: int) -> str:
-        from collections import Counter
-
-        shared = Counter(b.error for b in self._record.bad_samples).most_common(3)
-        lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
-        lines += [f"    seen   {count} x {error}" for error, count in shared]
-        lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
-        return "\n".join(lines)
+        if not self._over:
+            self._over = True
+            self._last_words = (
+                self._teller.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
+                if isinstance(stop.event, BootFailed)
+                else self._teller.stop(stop)
+            )
+            self._finalizer()
+        assert self._last_words is not None
+        raise self._last_words
 
     # The end -------------------------------------------------------------------------------------------------------
 
@@ -451,3 +336,14 @@ class WorkerIterator(_BaseDataLoaderIter):
             "retries": sum(w[RETRIES] for w in words),
             "waited_s": self._waited_s,
         }
+
+
+def _name_of(iterator: WorkerIterator) -> Callable[[int, int], object]:
+    """Names samples without keeping the iterator, and with it the processes, alive."""
+    weak = weakref.ref(iterator)
+
+    def index_of(task: int, position: int) -> object:
+        alive = weak()
+        return None if alive is None else alive._index_of(task, position)
+
+    return index_of

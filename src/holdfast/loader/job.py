@@ -16,7 +16,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
+from holdfast.loader.fetch import Draw, Failed, MapFetcher
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import StreamFetcher, seeder
@@ -267,10 +267,3 @@ class LoaderJob:
 
     def pack_error(self, error: Raised, slot: memoryview, address: int) -> Reply:
         return birth.pack_error(error, slot, address)
-
-
-def notes_of(iterable: bool, notes: Any) -> list[Trouble]:
-    """The troubles among what a worker noted with a batch. Which process: the trainer."""
-    if notes is None:
-        return []
-    return notes[0] if iterable else notes

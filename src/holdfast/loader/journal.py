@@ -35,8 +35,8 @@ class Journal:
         samples = []
         state = None
         for i in range(count):
-            entry = _ENTRY.unpack_from(saved, i * _ENTRY.size)
-            sample, state = unpack(saved, *entry, lambda: None)
+            where, buffers, spec_bytes = _ENTRY.unpack_from(saved, i * _ENTRY.size)
+            sample, state = unpack(saved, where, buffers, spec_bytes, lambda: None)
             samples.append(sample)
         for sample in samples:
             self.add(sample, state)

@@ -110,7 +110,7 @@ class StreamFetcher:
 
     def snapshot(self) -> tuple[int, int, Any] | None:
         """(batches done, fingerprint, state) of a dataset that knows its state; now and then."""
-        owner = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
+        owner: Any = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
         if not hasattr(owner, "state_dict") or not hasattr(owner, "load_state_dict"):
             return None
         now = time.monotonic()
@@ -195,8 +195,8 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
         so_far = crc(f"{item.dtype}{item.shape}".encode(), so_far)
         if item.dtype.hasobject or not item.size:
             return so_far
-        flat = item.reshape(-1)
-        return crc(flat[-_EDGE:].tobytes(), crc(flat[:_EDGE].tobytes(), so_far))
+        row: Any = item.reshape(-1)
+        return crc(row[-_EDGE:].tobytes(), crc(row[:_EDGE].tobytes(), so_far))
     if isinstance(item, bytes | bytearray):
         return crc(bytes(item[-_EDGE:]), crc(struct.pack("<q", len(item)), crc(bytes(item[:_EDGE]), so_far)))
     if isinstance(item, str):

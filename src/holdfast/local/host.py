@@ -194,18 +194,23 @@ class LocalHost:
         self._close_descriptors()
 
     def _end_keeper(self, patience_s: float) -> None:
-        gone = linux.wait_for_exit(self._keeper_pid, patience_s)
-        if not gone:
+        if not self._keeper_gone(patience_s):
             try:
                 os.kill(self._keeper_pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # it went in between
-            linux.wait_for_exit(self._keeper_pid, 3.0)
-        if self._keeper is not None:
-            self._keeper.join(0)
+            self._keeper_gone(3.0)
+        if self._keeper is not None and not self._keeper.is_alive():
             self._keeper.close()
-            self._keeper = None
+        self._keeper = None
         self._control.close()
+
+    def _keeper_gone(self, patience_s: float) -> bool:
+        """Reap it within that time."""
+        if self._keeper is None:
+            return linux.wait_for_exit(self._keeper_pid, patience_s)
+        self._keeper.join(patience_s)
+        return not self._keeper.is_alive()
 
     def _close_descriptors(self) -> None:
         self._take_files()
@@ -432,7 +437,7 @@ class LocalHost:
                 handle.exitcode = -code if cause is not Cause.EXIT else code
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
             case LifeQuiet(worker, life, what, code, on, evidence):
-                self._events.append(Silence(worker, life, what, code, (on, evidence)))
+                self._events.append(Silence(worker, life, what, code, on, evidence))
             case StartLife() | StopAll():
                 raise AssertionError(f"not for a trainer: {message}")
             case _:
@@ -468,8 +473,9 @@ class LocalHost:
 
     # Parcels -------------------------------------------------------------------------------------------------------
 
-    def take_out(self, parcel: Parcel) -> Any:
+    def take_out(self, parcel: object) -> Any:
         """What a parcel holds. Its slot is free when the last view of it is gone."""
+        assert isinstance(parcel, Parcel)
         slots = parcel.slots
         if slots is None:
             assert parcel.file is not None

@@ -102,7 +102,7 @@ class Worker:
 
         for number in linux.NOTED_SIGNALS:
             signal.signal(number, note)
-        os.register_at_fork(after_in_child=_restore_defaults)
+        _mind_forks()
         crash = self._wiring.crash
         faulthandler.enable(file=crash, all_threads=True)
         faulthandler.register(linux.DUMP_SIGNAL, file=crash, all_threads=True)
@@ -151,10 +151,24 @@ class Worker:
         os.write(wiring.results, record)
 
 
-def _restore_defaults() -> None:
-    """A process that user code forks can be terminated as always."""
-    for number in linux.NOTED_SIGNALS:
-        signal.signal(
-            number,
-            signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-        )
+def _mind_forks() -> None:
+    """A process that user code forks can be terminated as always, from its first moment on.
+
+    It inherits our handlers; a signal that came before it has its own would be noted, and lost. So such signals wait
+    over the fork.
+    """
+    masks: list[set[signal.Signals | int]] = []
+
+    def before() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS))
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def in_child() -> None:
+        for number in linux.NOTED_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

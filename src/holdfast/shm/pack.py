@@ -121,7 +121,7 @@ def _storage(raw: Any, dtype: torch.dtype | None) -> object:
     untyped = plain.untyped_storage()
     if dtype is None:
         return untyped
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
@@ -155,6 +155,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _buffer(array: Any) -> pickle.PickleBuffer:
+    return pickle.PickleBuffer(array)
+
+
 class Packer:
     """Packs one batch after another; one per worker. Which process: the worker, in its main thread."""
 
@@ -167,12 +171,12 @@ class Packer:
         own: dict[type, Callable[[Any], Any]] = {
             torch.Tensor: self._reduce_tensor,
             np.ndarray: self._reduce_array,
-            torch.UntypedStorage: lambda s: self._reduce_storage(s, None),
-            torch.storage.TypedStorage: lambda s: self._reduce_storage(s._untyped_storage, s.dtype),
+            torch.UntypedStorage: lambda s: self._reduce_storage(s, s, None),
+            torch.storage.TypedStorage: lambda s: self._reduce_storage(s, s._untyped_storage, s.dtype),
         }
         self._shared: dict[type, Callable[[Any], Any]] = {}
         if spawning:
-            self._shared = ForkingPickler(io.BytesIO()).dispatch_table.maps[0]
+            self._shared = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
             own = {**self._shared, **own}
         self._plain = {**dispatch_table, **own}
         self._cloud = ChainMap(own, cloudpickle.Pickler.dispatch_table)
@@ -239,7 +243,7 @@ class Packer:
         size = tensor.nbytes
         offset = self._space.lies_at(tensor.data_ptr(), size)
         if offset is None:
-            offset = self._space.put(pickle.PickleBuffer(tensor.numpy()).raw())
+            offset = self._space.put(_buffer(tensor.numpy()).raw())
         return offset, size
 
     def _remember(self, shape_key: tuple[Any, ...], spec: bytes) -> None:
@@ -261,45 +265,48 @@ class Packer:
             self._table += (self._space.put(raw), raw.nbytes)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if self._spawning and (tensor.is_shared() or tensor.device.type != "cpu"):
+        shared: bool = self._spawning and tensor.is_shared()  # type: ignore[no-untyped-call]
+        if shared or (self._spawning and tensor.device.type != "cpu"):
             return self._shared[torch.Tensor](tensor)
         if not _is_plain(tensor):
-            return tensor.__reduce_ex__(5)
+            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         shape = tuple(tensor.shape)
         code = _CODES.get(tensor.dtype)
         if code is None:
-            raw = pickle.PickleBuffer(_bytes_of(tensor))
+            raw = _buffer(_bytes_of(tensor))
             return _odd_tensor, (raw, tensor.dtype, shape)
         if not tensor.is_contiguous():
             array = tensor.numpy()
             order = _order_of_dense(array)
             if order is not None:
-                raw = pickle.PickleBuffer(array.transpose(order))
+                raw = _buffer(array.transpose(order))
                 return _tensor, (raw, code, shape, array.strides)
             tensor = tensor.contiguous()
         offset = self._space.lies_at(tensor.data_ptr(), tensor.nbytes)
         if offset is not None:
             self._table += (offset, tensor.nbytes)
             return _tensor, (_IN_PLACE, code, shape)
-        return _tensor, (pickle.PickleBuffer(tensor.numpy()), code, shape)
+        return _tensor, (_buffer(tensor.numpy()), code, shape)
 
     def _reduce_array(self, array: Any) -> Any:
         dtype = array.dtype
-        if dtype.kind not in "biufcSUmM" or dtype.isbuiltin == 2:
+        if dtype.kind not in "biufcSU" or dtype.isbuiltin == 2:
             return array.__reduce_ex__(5)
         if not array.flags.writeable:
             array = array.copy()  # or it would arrive as one that cannot be written
         if not array.flags.c_contiguous:
             order = _order_of_dense(array)
             if order is not None:
-                raw = pickle.PickleBuffer(array.transpose(order))
+                raw = _buffer(array.transpose(order))
                 return _array, (raw, dtype.str, array.shape, array.strides)
             array = np.ascontiguousarray(array)
-        return _array, (pickle.PickleBuffer(array), dtype.str, array.shape)
+        return _array, (_buffer(array), dtype.str, array.shape)
 
-    def _reduce_storage(self, storage: Any, dtype: torch.dtype | None) -> Any:
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        return _storage, (pickle.PickleBuffer(raw), dtype)
+    def _reduce_storage(self, storage: Any, untyped: Any, dtype: torch.dtype | None) -> Any:
+        if self._spawning and (untyped.is_shared() or untyped.device.type != "cpu"):
+            return self._shared[type(storage)](storage)
+        raw = torch.empty(0, dtype=torch.uint8).set_(untyped).numpy()
+        return _storage, (_buffer(raw), dtype)
 
 
 def _order_of_dense(array: Any) -> tuple[int, ...] | None:

@@ -38,19 +38,22 @@ class ForkGuard:
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
+        self._close = weakref.finalize(self, os.close, self._read)
 
     def in_parent(self) -> None:
+        """After the fork."""
         os.close(self._write)
 
     def in_child(self) -> None:
-        os.close(self._read)  # the other end stays open until the child ends or execs
+        """After the fork. The other end stays open until the child ends or execs."""
+        self._close()
 
     @property
     def over(self) -> bool:
-        if self._read >= 0 and select.select([self._read], [], [], 0)[0]:
-            os.close(self._read)
-            self._read = -1
-        return self._read < 0
+        """True when the child, and whoever it forked, is gone."""
+        if self._close.alive and select.select([self._read], [], [], 0)[0]:
+            self._close()
+        return not self._close.alive
 
 
 def stride_for(slots: int) -> int:

@@ -1,0 +1,45 @@
+# make demo   sets up and shows a training run that survives everything
+# make test   sets up and runs all tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU build of this torch is enough for everything here; TORCH=torch takes the newest.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint soak-ledger bench compat clean
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$(TORCH)" numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/holdfast demo
+
+test: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/mypy
+
+# 100,000 random schedules through the ledger, and 10,000 storms.
+soak-ledger: $(VENV)/ready
+	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0
+	$(BIN)/python -m tests.core.soak 10000
+
+# Against torch's own loader, interleaved in one run; five minutes.
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/loader.py
+
+# The oldest supported torch, the one we develop on, and the newest.
+compat:
+	PYTHON=$(PYTHON) ./tests/compat.sh
+
+clean:
+	rm -rf $(VENV) .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

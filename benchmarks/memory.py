@@ -1,0 +1,132 @@
+"""How much memory: the peak of trainer and all its descendants while 38 MB batches run, each in a fresh interpreter.
+
+It is the sum of their PSS, in which a shared page is counted once in all. But what lies in a shared memory file that
+no process maps at the moment is in nobody's PSS, and that is where torch's batches are on their way. So the row has
+a note: the same, with the files that are open and mapped by nobody.
+
+Run as a script it is the trainer: python memory.py torch|holdfast
+"""
+
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from datasets import LARGE_IMAGES
+from table import Row
+
+RUN_S = 4.0
+SAMPLE_S = 0.03
+# For an interpreter with torch to start, on a busy machine.
+START_S = 60.0
+ROUNDS = 2
+
+
+class Peak(NamedTuple):
+    """The highest of each, in bytes."""
+
+    pss: float
+    with_files: float
+
+
+def peak_memory() -> Row:
+    """One row."""
+    runs = [(peak_of("torch"), peak_of("holdfast")) for _ in range(ROUNDS)]
+    ratios = [ours.pss / theirs.pss for theirs, ours in runs]
+    theirs, ours = (Peak(*map(median, zip(*peaks, strict=True))) for peaks in zip(*runs, strict=True))
+    return Row(
+        name="peak memory",
+        theirs=f"{theirs.pss / 1e6:.0f} MB",
+        ours=f"{ours.pss / 1e6:.0f} MB",
+        result=f"{median(ratios):.2f} x",
+        spread=f"{min(ratios):.2f}, {max(ratios):.2f}",
+        note=f"PSS; with unmapped files {theirs.with_files / 1e6:.0f} and {ours.with_files / 1e6:.0f} MB",
+        numbers={"torch": [theirs for theirs, _ in runs], "holdfast": [ours for _, ours in runs], "ratios": ratios},
+    )
+
+
+def peak_of(kind: str) -> Peak:
+    """The peak of one run; this process is the sampler."""
+    command = [sys.executable, __file__, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        try:
+            assert trainer.stdout is not None
+            _expect(trainer.stdout, b"running\n", START_S)
+            peak = Peak(0, 0)
+            give_up = time.monotonic() + START_S
+            while not select.select([trainer.stdout], [], [], SAMPLE_S)[0] and time.monotonic() < give_up:
+                pids = tree(trainer.pid)
+                mapped = sum(pss(pid) for pid in pids)
+                peak = Peak(max(peak.pss, mapped), max(peak.with_files, mapped + unmapped(pids)))
+            _expect(trainer.stdout, b"done\n", 0.0)
+            trainer.wait(START_S)
+            return peak
+        finally:
+            trainer.kill()
+
+
+def _expect(stream: object, line: bytes, patience_s: float) -> None:
+    ready = select.select([stream], [], [], patience_s)[0]
+    said = stream.readline() if ready else b"nothing"  # type: ignore[attr-defined]
+    if said != line:
+        raise RuntimeError(f"the trainer said {said!r} and not {line!r}")
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        try:
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def pss(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0  # it has ended
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def unmapped(pids: list[int]) -> int:
+    """What lies in shared memory files that these hold open, and none of them maps."""
+    maps, sizes = set(), {}
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            maps |= {int(line.split()[4]) for line in lines if is_shared_memory(line)}
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{fd}"
+                if is_shared_memory(os.readlink(path)):
+                    about = os.stat(path)
+                    sizes[about.st_ino] = about.st_blocks * 512
+        except OSError:
+            continue  # it has ended, or closed that one
+    return sum(size for inode, size in sizes.items() if inode not in maps)
+
+
+def is_shared_memory(path: str) -> bool:
+    return "/dev/shm/" in path or "/memfd:" in path
+
+
+def train(kind: str) -> None:
+    from speed import KINDS, WARM_BATCHES, WORKERS, end, take
+
+    iterator = iter(KINDS[kind](LARGE_IMAGES.make(), batch_size=LARGE_IMAGES.batch_size, num_workers=WORKERS))
+    take(iterator, 0.0, WARM_BATCHES)
+    print("running", flush=True)
+    take(iterator, RUN_S)
+    print("done", flush=True)
+    end(iterator)
+
+
+if __name__ == "__main__":
+    train(sys.argv[1])

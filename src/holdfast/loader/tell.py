@@ -1,0 +1,170 @@
+"""What the user is told: events and failures become incidents, log lines, bad samples and exceptions.
+
+Nothing here decides or waits. The same `Case` is behind the log line, the report and the text of an exception.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from holdfast.core.host import Silence
+from holdfast.core.messages import Exited, Lost, Note, Place, Stage, Stop
+from holdfast.diagnose.finding import Case
+from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
+from holdfast.errors import TooManyBad, WorkerLost
+from holdfast.loader.fetch import Failure, Trouble
+from holdfast.local.evidence import Evidence
+from holdfast.local.raised import Raised, to_raise
+from holdfast.policy import Policy
+
+log = logging.getLogger("holdfast")
+
+_DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
+
+
+class Teller:
+    """One iterator's voice. `index_of(task, position)` names a sample; `pid_of(worker)` a process."""
+
+    def __init__(
+        self,
+        record: Record,
+        policy: Policy,
+        start_method: str,
+        index_of: Callable[[int, int], object],
+        pid_of: Callable[[int], int | None],
+    ) -> None:
+        self._record = record
+        self._policy = policy
+        self._index_of = index_of
+        self._pid_of = pid_of
+        self._blank = Case(
+            what="exited",
+            worker=0,
+            sample_timeout=policy.sample_timeout,
+            worker_memory=policy.worker_bytes,
+            start_method=start_method,
+        )
+        self.first_task = 0  # of this epoch: batches are numbered from it
+
+    def tell(self, case: Case) -> Incident:
+        """Into the report and the log."""
+        incident = incident_of(case)
+        self._record.add(incident)
+        log.warning("%s", incident.line)
+        return incident
+
+    # Deaths and silences -------------------------------------------------------------------------------------------
+
+    def incident(self, note: Note | Silence) -> None:
+        """Something happened to a worker; the ledger has dealt with it."""
+        if isinstance(note, Note):
+            self._record.counts["restarts"] += 1
+            self.tell(self._death(note))
+        else:
+            facts = {"worker": note.worker, "life": note.life, "what": note.what, "code": note.code}
+            self.tell(self._at(note.on, note.evidence, **facts))
+
+    def _death(self, note: Note) -> Case:
+        event = note.event
+        return self._at(
+            event.on,
+            event.evidence,
+            worker=event.worker,
+            life=event.life,
+            cause=event.cause,
+            code=event.code,
+            strike=note.strike,
+            needed=note.needed,
+            attempt=max(1, note.strike),
+            did=note.did,
+        )
+
+    def _at(self, on: Place | None, evidence: object, **facts: Any) -> Case:
+        assert isinstance(evidence, Evidence)
+        facts |= {"pid": evidence.pid, "evidence": evidence}
+        if on is not None:
+            facts |= {"stage": on.stage, "seconds": on.seconds}
+            if on.stage >= Stage.FETCH and on.task >= self.first_task:
+                facts |= {"task": on.task - self.first_task, "index": self._index_of(on.task, on.position)}
+        return replace(self._blank, **facts)
+
+    def lost(self, lost: Lost) -> WorkerLost:
+        """A sample or batch ended too many lives: the error to raise for it."""
+        note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
+        case = self._death(note)
+        incident = incident_of(case)
+        if lost.position >= 0:
+            batch = lost.task - self.first_task
+            self._record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
+        return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
+
+    # Exceptions ----------------------------------------------------------------------------------------------------
+
+    def _raised(self, raised: Raised, worker: int, batch: int, index: object, **facts: Any) -> Case:
+        pid = self._pid_of(worker) or 0
+        return replace(self._blank, worker=worker, pid=pid, task=batch, index=index, raised=raised, **facts)
+
+    def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
+        """A sample raised, and the policy dealt with it."""
+        if trouble.fate != "retried":
+            error = f"{trouble.raised.type_name}: {trouble.raised.text}"
+            self._record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
+        self.tell(
+            self._raised(
+                trouble.raised,
+                worker,
+                batch,
+                trouble.index,
+                what="retried" if trouble.fate == "retried" else "raised",
+                stage=Stage.FETCH,
+                attempt=trouble.attempts,
+                did=_DID[trouble.fate],
+            )
+        )
+
+    def failure(self, failure: Failure, batch: int, worker: int) -> BaseException:
+        """User code raised, and the policy is to say so: the exception to raise."""
+        case = self._raised(
+            failure.raised,
+            worker,
+            batch,
+            failure.index,
+            what="raised",
+            stage=failure.stage,
+            attempt=failure.attempts,
+            did="raised it from next(); the next call goes on with the next batch",
+        )
+        self._record.add(incident_of(case))
+        if failure.position >= 0:
+            text = f"{failure.raised.type_name}: {failure.raised.text}"
+            self._record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
+        told = f"in worker {worker} (pid {case.pid}) {where(case)}"
+        return to_raise(failure.raised, told, failure.index, worker)
+
+    # The end of it -------------------------------------------------------------------------------------------------
+
+    def boot_failure(self, raised: Raised, worker: int) -> BaseException:
+        """A worker could not start: the exception to raise."""
+        self.tell(replace(self._blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised))
+        return to_raise(raised, f"in worker {worker} while it started", None, worker)
+
+    def stop(self, stop: Stop) -> BaseException:
+        """Going on would not help: the exception to raise."""
+        event = stop.event
+        if isinstance(event, Exited):
+            case = self._death(Note(event, "gave up", 0, 0))
+            incident = incident_of(case)
+            why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
+            if event.on is not None and event.on.stage < Stage.IDLE:
+                why = "workers die before they are ready; the last:"
+            return WorkerLost(f"{why}\n{incident}", case.index, case.worker, incident.stage, incident.stack or None)
+        return TooManyBad(self._breaker_text(stop.bad, stop.seen), stop.bad, stop.seen)
+
+    def _breaker_text(self, bad: int, seen: int) -> str:
+        shared = Counter(b.error for b in self._record.bad_samples).most_common(3)
+        lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
+        lines += [f"    seen   {count} x {error}" for error, count in shared]
+        lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
+        return "\n".join(lines)

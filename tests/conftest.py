@@ -1,0 +1,97 @@
+"""What every test is held to: it leaves no process, no descriptor, no mapping and no file behind."""
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+
+
+def children() -> set[int]:
+    """Living descendants of this process, zombies included."""
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        pid = todo.pop()
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                    found.add(int(child))
+                    todo.append(int(child))
+        except OSError:
+            continue
+    return {pid for pid in found if not _is_trackers(pid)}
+
+
+def _is_trackers(pid: int) -> bool:
+    """multiprocessing's own resource tracker and fork server live as long as the interpreter."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"resource_tracker" in command or b"forkserver" in command
+
+
+def descriptors() -> dict[int, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        # (/dev/shm: multiprocessing's heap and torch's shared tensors, both cached by them and never made by us)
+        if not target.startswith(("/proc/", "/dev/urandom", "/dev/shm/pym-", "/dev/shm/torch_")):
+            found[int(fd)] = target
+    return found
+
+
+def shm_files() -> set[str]:
+    """But for the semaphores of other programs on this machine."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:holdfast")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def multiprocessings_own() -> None:
+    """Its resource tracker and fork server stay for the interpreter's life: start them before anything is counted."""
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compares children, descriptors, mappings and /dev/shm before and after, and names what leaked."""
+    if (
+        "process" not in request.path.parts
+        and "faults" not in request.path.parts
+        and "parity" not in request.path.parts
+    ):
+        yield
+        return
+    gc.collect()
+    before = (children(), descriptors(), mappings(), shm_files())
+    yield
+    deadline = time.monotonic() + 5
+    while True:
+        gc.collect()
+        left = children() - before[0]
+        open_now = descriptors()
+        new = {fd: name for fd, name in open_now.items() if before[1].get(fd) != name}
+        mapped = mappings() - before[2]
+        files = shm_files() - before[3]
+        grown = new if len(open_now) > len(before[1]) else {}
+        if not (left or grown or mapped > 0 or files) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert not left, f"processes left: {left}"
+    assert not grown, f"descriptors left: {grown}"
+    assert mapped <= 0, f"{mapped} mappings left"
+    assert not files, f"files left in /dev/shm: {files}"

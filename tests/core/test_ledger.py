@@ -1,0 +1,281 @@
+"""The ledger's rules, one by one: events in, actions out, no process anywhere."""
+
+import signal
+
+import pytest
+
+from holdfast.core.ledger import Ledger
+from holdfast.core.messages import (
+    Booted,
+    BootFailed,
+    Cause,
+    Deliver,
+    Discard,
+    Drawn,
+    Drop,
+    Exhausted,
+    Exited,
+    Finished,
+    Lost,
+    Note,
+    Opened,
+    Place,
+    Renew,
+    Send,
+    Stage,
+    Start,
+    Stop,
+)
+from holdfast.core.story import Story, replay
+from holdfast.policy import Policy
+
+
+def opened(workers=2, depth=2, policy=None, **more):
+    ledger = Ledger(workers, depth, policy or Policy(), **more)
+    ledger.on(Opened(0.0))
+    for worker in range(workers):
+        ledger.on(Booted(worker, 1))
+    return ledger
+
+
+def crash(worker, life, task, position=0, *, at=1.0, code=signal.SIGSEGV, stage=Stage.FETCH, seconds=0.001):
+    return Exited(worker, life, at, Cause.SIGNAL, code, Place(task, position, stage, seconds))
+
+
+def kinds(actions):
+    return [type(a).__name__ for a in actions]
+
+
+def test_opening_starts_every_worker_once():
+    ledger = Ledger(3, 2, Policy())
+    assert ledger.on(Opened(0.0)) == [Start(0, 1), Start(1, 1), Start(2, 1)]
+
+
+def test_tasks_go_round():
+    """As torch has it: 0, 1, 0, 1."""
+    ledger = opened()
+    sends = [ledger.on(Drawn(t, 4))[0] for t in range(4)]
+    assert [s.worker for s in sends] == [0, 1, 0, 1]
+
+
+def test_batches_are_delivered_in_turn():
+    """Batch 1 waits for batch 0."""
+    ledger = opened()
+    for t in range(2):
+        ledger.on(Drawn(t, 4))
+    assert ledger.on(Finished(1, 1, 1, "b")) == []
+    assert ledger.on(Finished(0, 1, 0, "a")) == [Deliver(0, "a"), Deliver(1, "b")]
+
+
+def test_out_of_order_delivers_at_once():
+    ledger = opened(in_order=False)
+    for t in range(2):
+        ledger.on(Drawn(t, 4))
+    assert ledger.on(Finished(1, 1, 1, "b")) == [Deliver(1, "b")]
+
+
+def test_what_an_earlier_life_says_is_discarded():
+    """Rule 3: a late message of a dead life delivers nothing."""
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    ledger.on(crash(0, 1, 0))
+    assert ledger.on(Finished(0, 1, 0, "late")) == [Discard("late")]
+    assert ledger.on(Exited(0, 1, 2.0, Cause.EXIT, 0, None)) == ()
+    assert Deliver(0, "good") in ledger.on(Finished(0, 2, 0, "good"))
+
+
+def test_nothing_comes_twice():
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    ledger.on(Finished(0, 1, 0, "a"))
+    assert ledger.on(Finished(0, 1, 0, "again")) == [Discard("again")]
+
+
+def test_a_death_sends_all_its_tasks_again_and_charges_the_one_it_was_on():
+    """Rule 1: task 2 had not begun."""
+    ledger = opened()
+    for t in range(4):
+        ledger.on(Drawn(t, 4))
+    actions = ledger.on(crash(0, 1, 0, 3))
+    assert kinds(actions) == ["Note", "Start", "Send", "Send"]
+    assert [(s.task, s.attempt) for s in actions if isinstance(s, Send)] == [(0, 1), (2, 0)]
+
+
+def test_two_strikes_and_the_batch_is_lost_by_default():
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    ledger.on(crash(0, 1, 0, 3))
+    actions = ledger.on(crash(0, 2, 0, 3))
+    (delivered,) = [a for a in actions if isinstance(a, Deliver)]
+    assert isinstance(delivered.result, Lost)
+    assert delivered.result.position == 3
+    assert delivered.result.attempts == 2
+
+
+def test_skip_leaves_the_position_out():
+    ledger = opened(policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    ledger.on(crash(0, 1, 0, 3))
+    actions = ledger.on(crash(0, 2, 0, 3))
+    assert [a.bad for a in actions if isinstance(a, Send)] == [(3,)]
+
+
+def test_an_emptied_batch_is_dropped():
+    ledger = opened(policy=Policy(bad_sample="skip", strikes=1))
+    ledger.on(Drawn(0, 1))
+    assert Drop(0) in ledger.on(crash(0, 1, 0, 0))
+
+
+def test_a_death_between_batches_charges_nobody():
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    note = ledger.on(Exited(0, 1, 1.0, Cause.SIGNAL, 11, Place(-1, 0, Stage.IDLE, 0)))[0]
+    assert isinstance(note, Note)
+    assert (note.strike, note.needed) == (0, 0)
+
+
+def test_collate_is_never_skipped():
+    """A crash in collate belongs to no single sample: it is raised under any policy."""
+    ledger = opened(policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    ledger.on(crash(0, 1, 0, 0, stage=Stage.COLLATE))
+    actions = ledger.on(crash(0, 2, 0, 0, stage=Stage.COLLATE))
+    assert any(isinstance(a, Deliver) and isinstance(a.result, Lost) for a in actions)
+
+
+def test_a_death_in_getitems_is_tried_one_by_one():
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    actions = ledger.on(crash(0, 1, 0, 4, stage=Stage.FETCH_MANY))
+    assert [a.alone for a in actions if isinstance(a, Send)] == [True]
+
+
+def test_one_kill_from_outside_blames_nobody():
+    ledger = opened(policy=Policy(strikes=1, bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    actions = ledger.on(crash(0, 1, 0, 3, code=signal.SIGKILL, at=0.01, seconds=0.005))
+    assert [a.bad for a in actions if isinstance(a, Send)] == [()]
+
+
+def test_a_sample_that_is_killed_every_time_is_found():
+    ledger = opened(policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    for life in range(1, 30):
+        at = life * 0.03
+        actions = ledger.on(crash(0, life, 0, 3, code=signal.SIGKILL, at=at, seconds=0.001))
+        ledger.on(Booted(0, life + 1))
+        if [a.bad for a in actions if isinstance(a, Send)] == [(3,)]:
+            break
+    assert 2 <= life <= 8
+
+
+def test_no_progress_ends_the_run():
+    """Rule 6: idle deaths again and again."""
+    ledger = opened(policy=Policy(restarts=3))
+    for life in range(1, 10):
+        actions = ledger.on(Exited(0, life, life, Cause.SIGNAL, 9, None))
+        if any(isinstance(a, Stop) for a in actions):
+            break
+        ledger.on(Booted(0, life + 1))
+    assert life == 4
+    assert ledger.stopped
+
+
+def test_progress_resets_the_budget():
+    ledger = opened(policy=Policy(restarts=3))
+    for life in range(1, 40):
+        ledger.on(Drawn(life - 1, 4))
+        actions = ledger.on(Exited(0, life, life, Cause.SIGNAL, 9, None))
+        assert not any(isinstance(a, Stop) for a in actions)
+        owner = next((a for a in actions if isinstance(a, Send)), None)
+        worker, its_life = (owner.worker, owner.life) if owner else (1, 1)
+        assert any(isinstance(a, Deliver) for a in ledger.on(Finished(worker, its_life, life - 1, "x")))
+
+
+def test_a_worker_that_never_comes_up_ends_the_run():
+    """Rule 7."""
+    ledger = Ledger(1, 2, Policy())
+    ledger.on(Opened(0.0))
+    stops = 0
+    for life in range(1, 10):
+        actions = ledger.on(Exited(0, life, life, Cause.EXIT, 1, Place(-1, 0, Stage.BOOT, 0)))
+        stops += any(isinstance(a, Stop) for a in actions)
+    assert stops == 1
+
+
+def test_a_boot_error_ends_the_run_with_it():
+    ledger = Ledger(1, 2, Policy())
+    ledger.on(Opened(0.0))
+    assert ledger.on(BootFailed(0, 1, "why")) == [Stop("boot", BootFailed(0, 1, "why"), 0, 0)]
+
+
+def test_a_hang_on_the_first_sample_of_all_renews_the_keeper_once():
+    """An inherited lock looks like this; the sample is not charged. The second time it is."""
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    place = Place(0, 0, Stage.FETCH, 5.0)
+    actions = ledger.on(Exited(0, 1, 5.0, Cause.DEADLINE, 9, place))
+    assert kinds(actions) == ["Note", "Renew", "Start", "Send", "Start"]
+    assert Renew() not in ledger.on(Exited(0, 2, 10.0, Cause.DEADLINE, 9, place))
+
+
+def test_a_hang_later_on_is_the_samples():
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    ledger.on(Drawn(1, 4))
+    ledger.on(Finished(0, 1, 0, "a"))
+    actions = ledger.on(Exited(1, 1, 5.0, Cause.DEADLINE, 9, Place(1, 0, Stage.FETCH, 5.0)))
+    assert Renew() not in actions
+
+
+def test_the_breaker_opens_on_too_many_bad():
+    ledger = opened(policy=Policy(bad_sample="skip", max_bad=0.1))
+    ledger.on(Drawn(0, 10))
+    ledger.on(Drawn(1, 10))
+    assert not any(isinstance(a, Stop) for a in ledger.on(Finished(0, 1, 0, "a", 5)))
+    assert Stop("bad", None, 6, 20) in ledger.on(Finished(1, 1, 1, "b", 1))
+
+
+def test_streams_take_turns_and_end_one_by_one():
+    ledger = opened(streams=True)
+    sends = [ledger.on(Drawn(t, 1))[0] for t in range(4)]
+    assert [(s.worker, s.number) for s in sends] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    ledger.on(Finished(0, 1, 0, "a"))
+    assert ledger.on(Exhausted(1, 1, 1)) == [Drop(1)]
+    assert ledger.on(Drawn(4, 1))[0].worker == 0
+    assert ledger.open_streams
+    ledger.on(Exhausted(0, 1, 2))
+    assert not ledger.open_streams
+    assert ledger.on(Drawn(5, 1)) == [Drop(5)]
+
+
+def test_a_stream_that_kills_is_given_up_under_any_policy():
+    ledger = opened(streams=True, policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    ledger.on(crash(0, 1, 0, 2))
+    actions = ledger.on(crash(0, 2, 0, 2))
+    assert any(isinstance(a, Deliver) and isinstance(a.result, Lost) for a in actions)
+    assert not any(isinstance(a, Start) for a in actions)
+
+
+def test_a_replayed_story_gives_the_same_actions():
+    """Rule 8."""
+    events = [Opened(0.0), Booted(0, 1), Booted(1, 1), *(Drawn(t, 4) for t in range(4))]
+    events += [crash(0, 1, 0, 1), Finished(1, 1, 1, None), crash(0, 2, 0, 1), Finished(0, 3, 2, None)]
+    story = Story()
+    first = Ledger(2, 2, Policy())
+    actions = []
+    for event in events:
+        story.tell(event)
+        actions += first.on(event)
+    assert replay(story, Ledger(2, 2, Policy()).on) == actions
+    assert [e.task for e in story.of_task(2)] == [2, 2]
+    assert len(story.of_worker(0)) == 4
+
+
+@pytest.mark.parametrize("cause", [Cause.KEEPER])
+def test_losing_the_keeper_blames_nobody(cause):
+    ledger = opened(policy=Policy(strikes=1))
+    ledger.on(Drawn(0, 4))
+    actions = ledger.on(Exited(0, 1, 1.0, cause, 0, Place(0, 1, Stage.FETCH, 0.1)))
+    assert kinds(actions) == ["Note", "Start", "Send"]
