@@ -456,4 +456,4 @@ def _maybe_chance(event: Exited) -> bool:
 
 
 def _blamed_position(on: Place) -> int:
-    return on.position if on.stage in (Stage.FETCH, Stage.REPLAY) else WHOLE_TASK
+    return on.position if on.stage is Stage.FETCH else WHOLE_TASK

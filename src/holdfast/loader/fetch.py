@@ -45,8 +45,6 @@ class Failure:
     stage: Stage
     attempts: int
     raised: Raised
-    print: int = 0
-    """Of the stream so far (iterable datasets)."""
 
 
 class Failed(Exception):
@@ -60,9 +58,9 @@ class Failed(Exception):
         self.stage = stage
         self.attempts = attempts
 
-    def to_failure(self, print_: int = 0) -> Failure:
+    def to_failure(self) -> Failure:
         """As plain data, for the trainer."""
-        return Failure(self.position, self.index, self.stage, self.attempts, capture(self.error), print_)
+        return Failure(self.position, self.index, self.stage, self.attempts, capture(self.error))
 
 
 class Draw:

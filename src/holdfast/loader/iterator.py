@@ -102,7 +102,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._first_task = self._next_task
         self._asked: dict[int, Any] = {}  # task -> index or indices
         self._given: list[Any] = []  # all indices so far, for "replace"
-        self._streams: dict[int, tuple[int, Any]] = {}  # worker -> (fingerprint, snapshot)
+        self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
+        self._snapshots: dict[int, Any] = {}  # worker -> the last state of its stream that it sent
         self._at_hand: dict[int, Any] = {}  # the task that is being told of, which is in `_asked` no more
         self._drained = False
         self._over = False
@@ -154,6 +155,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 raise StopIteration
             task, result = ready.popleft()
             asked = self._asked.pop(task)
+            self._given_by.pop(task, None)
             if not self._drained:
                 self._draw()
             batch = self._open(task, asked, result)
@@ -197,6 +199,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             samples = len(asked) if self._auto_collation else 1
             if self._policy.bad_sample == "replace" and not self._iterable:
                 self._given += asked if self._auto_collation else (asked,)
+                self._given_by[task] = len(self._given)
             supervisor.tell(Drawn(task, samples))
 
     def _payload(self, send: Send) -> bytes:
@@ -204,20 +207,21 @@ class WorkerIterator(_BaseDataLoaderIter):
         asked = self._asked[send.task]
         number = send.task - self._first_task
         if self._iterable:
-            done, snapshot = self._streams.get(send.worker, (0, None))
+            done, snapshot = self._host.marks[send.worker], self._snapshots.get(send.worker)
             size = len(asked) if self._auto_collation else 1
             shared = self._shared_seed
             return pickle.dumps((self._seed, self._epoch, send.number, size, done, snapshot, shared), 5)
-        spares = self._spares(number) if self._policy.bad_sample == "replace" else ()
+        spares = self._spares(send.task) if self._policy.bad_sample == "replace" else ()
         positions = None
         if send.bad:
             asked, positions = self._without(asked, send.bad, spares)
         return pickle.dumps((self._seed, number, send.attempt, asked, positions, send.alone, spares), 5)
 
-    def _spares(self, number: int) -> list[Any]:
-        """Indices already given in this epoch, chosen by the seed: the same in every run."""
-        chooser = random.Random(seeds.mix(self._seed, -5 - number))
-        return chooser.choices(self._given, k=SPARES)
+    def _spares(self, task: int) -> list[Any]:
+        """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""
+        chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
+        count = self._given_by[task]
+        return [self._given[chooser.randrange(count)] for _ in range(SPARES)]
 
     def _without(self, asked: Any, bad: tuple[int, ...], spares: Any) -> tuple[Any, Any]:
         """The indices less those that kill, or with others in their place; and the positions they stand at."""
@@ -241,8 +245,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         assert isinstance(result, Parcel)
         content = self._host.take_out(result)
         if result.failed:
-            if self._iterable:
-                self._streams[result.worker] = (content.print, self._streams.get(result.worker, (0, None))[1])
             raise self._teller.failure(content, batch_number, result.worker)
         notes, batch = content
         if notes is not None:
@@ -283,9 +285,9 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _take_notes(self, notes: Any, batch: int, worker: int) -> None:
         troubles = notes
         if self._iterable:
-            troubles, so_far, snapshot = notes
-            kept = self._streams.get(worker, (0, None))[1] if snapshot is None else snapshot
-            self._streams[worker] = (so_far, kept)
+            troubles, snapshot = notes
+            if snapshot is not None:
+                self._snapshots[worker] = snapshot
         for trouble in troubles or ():
             self._teller.trouble(trouble, batch, worker)
 
@@ -326,6 +328,8 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _shutdown_workers(self) -> None:
         """End all processes of this iterator."""
         self._finalizer()
+        for silence in self._host.leftovers():
+            self._teller.incident(silence)
 
     def live_counts(self) -> dict[str, float]:
         """What the pulses and this epoch add to the loader's totals."""

@@ -193,10 +193,10 @@ class LoaderJob:
                 draw.done = draw.journal.restore(left, count)
             return self._map_batch(draw, base_seed, number, space)
         except Failed as failed:
-            failure = failed.to_failure(self._stream.print if self._stream is not None else 0)
+            failure = failed.to_failure()
         except (CannotSend, StreamBroken) as error:
             failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
-        return Reply(Kind.ERROR, *self._packer.pack(failure, SlotSpace(slot, address)))
+        return Reply(Kind.ERROR, *self._packer.pack(failure, SlotSpace(slot, address)), mark=self._mark())
 
     def _map_batch(self, draw: Draw, base_seed: int, number: int, space: SlotSpace) -> Reply:
         fetcher = self._map
@@ -246,7 +246,7 @@ class LoaderJob:
             batch = stream.collate(items)
         finally:
             self._stack.space = None
-        notes = (troubles, stream.print, stream.snapshot())
+        notes = (troubles, stream.snapshot())
         return self._send((notes, batch), space, items, None, len(troubles))
 
     # Sending -------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class LoaderJob:
         pulse = self._pulse
         pulse.enter(Stage.SEND)
         try:
-            return Reply(Kind.BATCH, *self._packer.pack(content, space), bad)
+            return Reply(Kind.BATCH, *self._packer.pack(content, space), bad, mark=self._mark())
         except Full:
             return self._send_in_file(content, bad)
         except BaseException as error:  # user code again: __reduce__, __getstate__
@@ -263,7 +263,11 @@ class LoaderJob:
 
     def _send_in_file(self, content: Any, bad: int) -> Reply:
         fd = new_file("batch", 0)
-        return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), bad, fd)
+        return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), bad, fd, self._mark())
+
+    def _mark(self) -> int:
+        """Where a stream is: the next life must come to the same."""
+        return self._stream.print if self._stream is not None else 0
 
     def pack_error(self, error: Raised, slot: memoryview, address: int) -> Reply:
         return birth.pack_error(error, slot, address)

@@ -130,6 +130,8 @@ class LocalHost:
         self._events: list[Event | Silence] = []
         self._files: dict[tuple[int, ...], int] = {}
         self._journals: dict[int, tuple[bytes, int]] = {}  # task -> what its last life had done of it
+        self.marks = [0] * workers  # the last one of each worker, over all its lives
+        self._floor = 0
         self._keeper_pid = 0
         self._keeper: BaseProcess | None = None
         self._keeper_up = False
@@ -190,7 +192,9 @@ class LocalHost:
             grace_s = 0.0  # the keeper is gone already
         for worker in range(len(self._lifelines)):
             self._end_lifeline(worker)
-        self._end_keeper(grace_s + 3.0)
+        self._keeper_gone(grace_s + 3.0)
+        self._hear_last_words()
+        self._end_keeper(0.0)
         self._close_descriptors()
 
     def _end_keeper(self, patience_s: float) -> None:
@@ -294,6 +298,8 @@ class LocalHost:
 
     def abandon_below(self, task: int) -> None:
         """Workers skip every task before this one (an epoch that was left early)."""
+        self._floor = task
+        self.marks = [0] * len(self.marks)
         for pulse in self.pulses:
             pulse.words[FLOOR] = task
 
@@ -339,16 +345,18 @@ class LocalHost:
                 return
 
     def _understand(self, record: tuple[int, ...]) -> None:
-        mark, worker, life, task, slot, where, buffers, spec_bytes, bad = record
-        line = self._lifelines[worker] if mark & ~0xFF == MAGIC else None
-        if mark & ~0xFF != MAGIC:
+        kind, worker, life, task, slot, where, buffers, spec_bytes, bad, mark = record
+        line = self._lifelines[worker] if kind & ~0xFF == MAGIC else None
+        if kind & ~0xFF != MAGIC:
             raise HoldfastError(
                 "something in a worker wrote into Holdfast's own pipe: does the dataset close or reuse "
                 "descriptors that it did not open (os.closerange)?"
             )
         if line is None or line.life != life:
             return  # an earlier life; its memory went with it
-        kind = mark & 0xFF
+        kind &= 0xFF
+        if mark and task >= self._floor:
+            self.marks[worker] = mark
         if kind in (Kind.BATCH, Kind.ERROR):
             if self._journals:
                 self._journals.pop(task, None)
@@ -369,7 +377,7 @@ class LocalHost:
             self._understand_rare(Kind(kind), line, record)
 
     def _understand_rare(self, kind: Kind, line: Lifeline, record: tuple[int, ...]) -> None:
-        _, worker, life, task, slot, where, buffers, spec_bytes, bad = record
+        _, worker, life, task, slot, where, buffers, spec_bytes, bad, _ = record
         match kind:
             case Kind.BOOTED:
                 self._events.append(Booted(worker, life))
@@ -421,6 +429,26 @@ class LocalHost:
                 self._lose_keeper()
                 return
             self._believe(decode(data))
+
+    def _hear_last_words(self) -> None:
+        """What the keeper saw at the very end: signals that workers noted. Their exits are what we asked for."""
+        self._events.clear()
+        while True:
+            try:
+                data = self._control.recv(1 << 17)
+            except OSError:
+                return
+            if not data:
+                return
+            message = decode(data)
+            if isinstance(message, LifeQuiet):
+                self._believe(message)
+
+    def leftovers(self) -> list[Silence]:
+        """After close(): incidents that nobody has heard of yet."""
+        left = [event for event in self._events if isinstance(event, Silence)]
+        self._events.clear()
+        return left
 
     def _believe(self, message: Message) -> None:
         match message:

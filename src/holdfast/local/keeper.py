@@ -87,6 +87,7 @@ class Life:
         self.signals = pulse.words[SIGNALS]
         self.resident = 0
         self.killed_for: Cause | None = None
+        self.killed_on: Place | None = None
         self.stack = ""
         self.state = ""
 
@@ -258,6 +259,7 @@ class Keeper:
 
     def _report(self, life: Life, status: int, peak: int) -> None:
         now = time.monotonic()
+        self._look_for_signals(life, now)
         if life.pidfd is not None:
             self._poll.unregister(life.pidfd)
             os.close(life.pidfd)
@@ -273,8 +275,8 @@ class Keeper:
             noted_signals=life.pulse.words[SIGNALS],
         )
         os.close(life.crash)
-        on = life.pulse.place(now)
-        cause = life.killed_for or cause
+        on = life.killed_on or life.pulse.place(now)
+        cause = life.killed_for if life.killed_for is not None else cause
         self._say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
 
     def _kill_all(self) -> None:
@@ -309,6 +311,10 @@ class Keeper:
         else:
             life.quiet_s += step
             self._judge_silence(life, now)
+        self._look_for_signals(life, now)
+
+    def _look_for_signals(self, life: Life, now: float) -> None:
+        words = life.pulse.words
         if words[SIGNALS] != life.signals:
             life.signals = words[SIGNALS]
             self._say_quiet(life, "signal", words[LAST_SIGNAL], now)
@@ -320,8 +326,9 @@ class Keeper:
             if stage == Stage.FETCH_MANY:
                 allowed *= max(1, position)  # there it is the number of samples
             if life.quiet_s > allowed:
+                # What it hangs on, before the dump: the signal may wake it, and it would go on to another sample.
+                life.killed_for, life.killed_on = Cause.DEADLINE, life.pulse.place(now)
                 self._dump(life)
-                life.killed_for = Cause.DEADLINE
                 _kill(life.pid)
                 return
         if life.quiet_s >= life.next_alarm_s:

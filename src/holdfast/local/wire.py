@@ -17,7 +17,7 @@ from holdfast.core.messages import Cause, Place
 from holdfast.local.evidence import Evidence
 
 TASK = struct.Struct("<5q")  # task, slot, payload bytes, journal bytes behind it, samples in it
-RECORD = struct.Struct("<9q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad
+RECORD = struct.Struct("<10q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 
 

@@ -30,7 +30,11 @@ from holdfast.shm.slots import slot_view
 
 
 class Reply(NamedTuple):
-    """What became of one task. `file`: the descriptor of a batch that did not fit its slot."""
+    """What became of one task.
+
+    `file`: the descriptor of a batch that did not fit its slot. `mark`: a number that the job wants to have kept for
+    this worker, to be given to its next life (the place in a stream).
+    """
 
     kind: Kind
     where: int = 0
@@ -38,6 +42,7 @@ class Reply(NamedTuple):
     spec_bytes: int = 0
     bad: int = 0
     file: int = -1
+    mark: int = 0
 
 
 class Job(Protocol):
@@ -142,9 +147,9 @@ class Worker:
 
     def _announce(self, task: int, slot: int, reply: Reply) -> None:
         wiring = self._wiring
-        kind, where, buffers, spec_bytes, bad, file = reply
+        kind, where, buffers, spec_bytes, bad, file, mark = reply
         head = (MAGIC | kind, wiring.worker, wiring.life, task, slot)
-        record = RECORD.pack(*head, where, buffers, spec_bytes, bad)
+        record = RECORD.pack(*head, where, buffers, spec_bytes, bad, mark)
         if file >= 0:
             socket.send_fds(wiring.files, [record], [file])
             os.close(file)

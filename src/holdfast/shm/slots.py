@@ -118,6 +118,8 @@ class Slots:
 
     def put_back(self, slot: int) -> None:
         """Nobody looks at this slot: it may be used again."""
+        if slot >= len(self._used):
+            return  # the one beyond, in which a failing boot speaks
         if self.retired:
             self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
         elif self._used[slot] > 2 * self._usual + SMALLEST_STRIDE:

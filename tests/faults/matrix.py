@@ -1,0 +1,93 @@
+"""The table: *where* a fault strikes, *how*, and what is owed. A new bug is first a new row.
+
+owed: "once"    the fault comes once: the epoch is whole, in order, nothing twice
+      "raises"  it comes each time: next() raises for its batch, naming what `words` say; the rest arrives
+      "skips"   it comes each time, under bad_sample="skip": all but the bad index arrives
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    where: str
+    how: str
+    owed: str
+    words: tuple[str, ...] = ()
+    raises: str = "WorkerLost"
+    finding: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}-{self.how}-{self.owed}"
+
+
+DEATHS = {
+    "sigkill": ("SIGKILL", "worker-killed"),
+    "segfault": ("SIGSEGV", "worker-crashed"),
+    "abort": ("SIGABRT", "worker-crashed"),
+    "os-exit": ("code 5", "worker-exited"),
+    "os-exit-0": ("code 0", "worker-exited"),
+    "hang": ("hanging", "sample-hung"),
+    "hang-holding-gil": ("hanging", "sample-hung"),
+    "sigstop": ("hanging", "worker-stopped"),
+}
+RAISES = {
+    "raise": ("ValueError", "injected"),
+    "raise-unpicklable": ("Local", "injected"),
+    "raise-os-error": ("FileNotFoundError", "missing.png"),
+    "stop-iteration": ("SampleError", "StopIteration"),
+    "keyboard-interrupt": ("SampleError", "KeyboardInterrupt"),
+    "sys-exit": ("SampleError", "SystemExit"),
+    "out-of-memory": ("MemoryError", ""),
+    "out-of-descriptors": ("OSError", "Too many open files"),
+}
+
+MAP_ROWS = [
+    *(Row("dataset", how, "once", (words,), finding=finding) for how, (words, finding) in DEATHS.items()),
+    *(Row("dataset", how, "raises", (words, "index 37"), finding=finding) for how, (words, finding) in DEATHS.items()),
+    *(Row("dataset", how, "skips", (words, "index 37"), finding=finding) for how, (words, finding) in DEATHS.items()),
+    *(Row("dataset", how, "raises", (text, "index 37"), name, "sample-raised") for how, (name, text) in RAISES.items()),
+    *(Row("dataset", how, "skips", ("index 37",), finding="sample-raised") for how in RAISES),
+    Row("dataset", "sigterm", "once", ("SIGTERM",), finding="worker-signalled"),
+    *(Row("collate", how, "once", (words,), finding=f) for how, (words, f) in DEATHS.items() if "gil" not in how),
+    *(
+        Row("collate", how, "raises", (DEATHS[how][0], "collating"), finding=DEATHS[how][1])
+        for how in ("sigkill", "segfault", "os-exit", "hang")
+    ),
+    Row("collate", "raise", "raises", ("injected", "collating"), "ValueError", "collate-raised"),
+    Row("collate", "stop-iteration", "raises", ("StopIteration", "collating"), "SampleError", "collate-raised"),
+    *(
+        Row("send", how, "once", (words,), finding=f)
+        for how, (words, f) in DEATHS.items()
+        if how in ("sigkill", "segfault", "os-exit", "hang")
+    ),
+    Row("send", "segfault", "raises", ("SIGSEGV", "sending"), finding="worker-crashed"),
+    Row("send", "raise", "raises", ("cannot be sent", "index 37", "['bomb']"), "CannotSend"),
+    *(
+        Row("worker_init_fn", how, "once", (words,), finding=f)
+        for how, (words, f) in DEATHS.items()
+        if how in ("sigkill", "segfault", "os-exit")
+    ),
+    Row("worker_init_fn", "raise", "raises", ("injected", "while it started"), "ValueError", "worker-init-raised"),
+    Row(
+        "worker_init_fn", "sys-exit", "raises", ("SystemExit", "while it started"), "SampleError", "worker-init-raised"
+    ),
+    Row("worker_init_fn", "segfault", "raises", ("SIGSEGV", "before they are ready"), finding="worker-crashed"),
+    *(Row("idle", how, "once", (how.upper(),)) for how in ("sigkill", "sigterm", "sighup", "sigint", "sigusr1")),
+    *(Row("between-epochs", how, "once", (how.upper(),)) for how in ("sigkill", "sigterm")),
+    *(Row("keeper", how, "once", ()) for how in ("sigkill", "sigterm", "sigsegv")),
+    *(Row("group", how, "once", ()) for how in ("sigterm", "sighup")),
+]
+
+STREAM_ROWS = [
+    *(Row("stream", how, "once", (words,), finding=f) for how, (words, f) in DEATHS.items()),
+    *(
+        Row("stream", how, "raises", (DEATHS[how][0],), finding=DEATHS[how][1])
+        for how in ("segfault", "os-exit", "hang")
+    ),
+    *(
+        Row("stream", how, "raises", (text,), name, "sample-raised")
+        for how, (name, text) in RAISES.items()
+        if how != "stop-iteration"
+    ),
+]

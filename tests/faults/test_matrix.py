@@ -1,0 +1,394 @@
+"""Every row of the table, on real processes with the real fault."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from holdfast import DataLoader, Policy
+from holdfast.testing import Saboteur, StreamSaboteur, inflict, storm
+
+from ..process.data import Numbers, Stream
+from .matrix import MAP_ROWS, STREAM_ROWS, Row
+
+BAD = 37
+COUNT = 96
+
+
+def first_time(directory):
+    try:
+        os.close(os.open(os.path.join(directory, "mark"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+class Collate:
+    """Meets the fault in the batch that holds the bad sample."""
+
+    def __init__(self, how, once):
+        self.how, self.once = how, once
+
+    def __call__(self, samples):
+        if BAD in samples and (self.once is None or first_time(self.once)):
+            inflict(self.how)
+        return default_collate(samples)
+
+
+class Bomb:
+    """Meets the fault while it is being pickled."""
+
+    def __init__(self, how, once):
+        self.how, self.once = how, once
+
+    def __reduce__(self):
+        if self.how == "raise":
+            raise ValueError("injected")
+        if self.once is None or first_time(self.once):
+            inflict(self.how)
+        return int, ()
+
+
+class Bombs(Numbers):
+    def __init__(self, length, how, once):
+        super().__init__(length)
+        self.how, self.once = how, once
+
+    def __getitem__(self, index):
+        return {"number": index, "bomb": Bomb(self.how, self.once) if index == BAD else 0}
+
+
+class Init:
+    def __init__(self, how, once):
+        self.how, self.once = how, once
+
+    def __call__(self, worker):
+        if worker == 1 and (self.once is None or first_time(self.once)):
+            inflict(self.how)
+
+
+def make(row: Row, tmp_path):
+    once = str(tmp_path) if row.owed == "once" else None
+    policy = Policy(bad_sample="skip" if row.owed == "skips" else "raise", sample_timeout=0.4, max_bad=0.2)
+    dataset, more = Numbers(COUNT, 0.0005), {"batch_size": 4}
+    match row.where:
+        case "dataset":
+            dataset = Saboteur(dataset, {BAD: row.how}, once)
+        case "collate":
+            more["collate_fn"] = Collate(row.how, once)
+        case "send":
+            dataset, more = Bombs(COUNT, row.how, once), {"batch_size": 4, "collate_fn": list}
+        case "worker_init_fn":
+            more["worker_init_fn"] = Init(row.how, once)
+        case "stream":
+            dataset = StreamSaboteur(Stream(COUNT, 0.0005), {9: row.how}, once)
+    return DataLoader(dataset, num_workers=2, policy=policy, persistent_workers=row.where == "between-epochs", **more)
+
+
+def numbers(batch):
+    if isinstance(batch, list):
+        return [int(sample["number"]) for sample in batch]
+    return batch.tolist()
+
+
+def epoch(loader, disturb=None):
+    """All that arrives, and all that is raised."""
+    got, errors = [], []
+    iterator = iter(loader)
+    step = 0
+    while True:
+        try:
+            got.append(numbers(next(iterator)))
+        except StopIteration:
+            break
+        except Exception as error:
+            errors.append(error)
+            if len(errors) > 8:
+                break
+        step += 1
+        if disturb is not None and step == 5:
+            disturb(iterator)
+    return got, errors
+
+
+def strike(row: Row):
+    """Faults that come from outside."""
+    number = getattr(signal, row.how.upper(), None)
+
+    def disturb(iterator):
+        host = iterator._host
+        match row.where:
+            case "idle":
+                time.sleep(0.05)  # the window is full by now: workers wait
+                os.kill(host.workers[0].pid, number)
+                time.sleep(0.25)
+            case "keeper":
+                os.kill(host._keeper_pid, number)
+            case "group":
+                for pid in (host._keeper_pid, *(w.pid for w in host.workers)):
+                    os.kill(pid, number)
+                time.sleep(0.25)
+
+    return disturb if row.where in ("idle", "keeper", "group") else None
+
+
+def told(loader, errors):
+    return "\n".join([str(loader.report()), *(note for e in errors for note in (str(e), *getattr(e, "__notes__", ())))])
+
+
+@pytest.mark.parametrize("row", MAP_ROWS, ids=str)
+def test_map_style(row, tmp_path):
+    loader = make(row, tmp_path)
+    if row.where == "between-epochs":
+        epoch(loader)
+        os.kill(loader._iterator._workers[1].pid, getattr(signal, row.how.upper()))
+        time.sleep(0.25)
+    got, errors = epoch(loader, strike(row))
+    check(row, loader, [x for batch in got for x in batch], errors)
+
+
+@pytest.mark.parametrize("row", STREAM_ROWS, ids=str)
+def test_iterable(row, tmp_path):
+    loader = make(row, tmp_path)
+    got, errors = epoch(loader)
+    if row.owed == "once":
+        undisturbed = [b.tolist() for b in DataLoader(Stream(COUNT), batch_size=4, num_workers=2)]
+        assert got == undisturbed
+        assert not errors
+    else:
+        assert errors and all(type(e).__name__ == row.raises for e in errors)
+        everything = [x for batch in got for x in batch]
+        assert len(everything) == len(set(everything))
+    says = told(loader, errors)
+    assert all(word in says for word in row.words), says
+    assert row.finding in {i.finding for i in loader.incidents}, says
+
+
+def check(row, loader, got, errors):
+    says = told(loader, errors)
+    if row.owed == "once":
+        assert got == list(range(COUNT)) and not errors, says
+    elif row.owed == "skips":
+        assert got == [i for i in range(COUNT) if i != BAD] and not errors, says
+        assert [b.index for b in loader.report().bad_samples] in ([BAD], []), says
+    elif row.where == "worker_init_fn":
+        assert type(errors[0]).__name__ == row.raises, says
+    else:
+        batch = range(BAD - BAD % 4, BAD - BAD % 4 + 4)
+        assert got == [i for i in range(COUNT) if i not in batch], says
+        assert [type(e).__name__ for e in errors] == [row.raises], says
+    assert all(word in says for word in row.words), says
+    if row.finding:
+        assert row.finding in {i.finding for i in loader.incidents}, says
+
+
+def test_an_exception_comes_back_as_itself():
+    """Type, args, errno, attributes, notes; the worker's traceback is its cause."""
+
+    class Rich(Numbers):
+        def __getitem__(self, index):
+            error = FileNotFoundError(2, "No such file", "cat.png")
+            error.extra = {"url": "s3://x"}
+            error.add_note("a note of the user's")
+            raise error
+
+    with pytest.raises(FileNotFoundError) as caught:
+        next(iter(DataLoader(Rich(4), num_workers=1)))
+    error = caught.value
+    assert (error.errno, error.filename, error.extra) == (2, "cat.png", {"url": "s3://x"})
+    assert error.__notes__[0] == "a note of the user's"
+    assert "index 0" in error.__notes__[1] and "worker 0" in error.__notes__[1]
+    assert "in __getitem__" in str(error.__cause__)
+
+
+def test_the_stack_of_a_crash_and_of_a_hang_is_shown(tmp_path):
+    for how, line in (("segfault", "_segfault"), ("hang-holding-gil", "_hang_in_c")):
+        loader = DataLoader(Saboteur(Numbers(8), {3: how}), num_workers=1, policy=Policy(sample_timeout=0.3))
+        _, errors = epoch_of_ones(loader)
+        assert line in str(errors[0]) and "faults.py" in errors[0].stack, errors[0]
+        assert errors[0].index == 3
+
+
+def epoch_of_ones(loader):
+    got, errors = [], []
+    iterator = iter(loader)
+    while True:
+        try:
+            got.append(int(next(iterator)))
+        except StopIteration:
+            return got, errors
+        except Exception as error:
+            errors.append(error)
+
+
+def test_a_lock_held_in_the_trainer_at_the_fork(tmp_path):
+    """The workers inherit it locked. A new keeper is forked, and no sample is charged."""
+    lock = threading.Lock()
+
+    class Locks(Numbers):
+        def __getitem__(self, index):
+            with lock:
+                return index
+
+    lock.acquire()
+    threading.Timer(0.4, lock.release).start()
+    loader = DataLoader(Locks(12), batch_size=3, num_workers=2, policy=Policy(sample_timeout=0.8))
+    got, errors = epoch(loader)
+    assert [x for b in got for x in b] == list(range(12)) and not errors
+    assert "new keeper" in str(loader.report())
+
+
+def test_a_storm_ends_exact():
+    """A random worker is killed every 80 ms for a whole epoch."""
+    loader = DataLoader(Numbers(1200, 0.003), batch_size=8, num_workers=3)
+    iterator = iter(loader)
+    with storm(lambda: [w.pid for w in iterator._workers if w.pid], 0.08) as weather:
+        got = [x for batch in iterator for x in batch.tolist()]
+    assert got == list(range(1200))
+    assert weather.kills > 10
+    assert loader.stats()["restarts"] > 5
+    assert not loader.report().bad_samples
+
+
+def test_a_storm_over_a_stream():
+    loader = DataLoader(Stream(400, 0.002), batch_size=4, num_workers=2)
+    expected = [b.tolist() for b in DataLoader(Stream(400), batch_size=4, num_workers=2)]
+    iterator = iter(loader)
+    with storm(lambda: [w.pid for w in iterator._workers if w.pid], 0.5):
+        assert [b.tolist() for b in iterator] == expected
+
+
+def test_a_replay_that_gives_other_items_is_an_error(tmp_path):
+    class Fickle(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            salt = int.from_bytes(os.urandom(4), "little")
+            for i in range(20):
+                if i == 15 and first_time(str(tmp_path)):
+                    inflict("sigkill")
+                yield i + salt
+
+    with pytest.raises(Exception, match="other items when it was replayed"):
+        list(DataLoader(Fickle(), batch_size=2, num_workers=1))
+
+
+def test_a_stateful_stream_is_not_replayed(tmp_path):
+    """With state_dict, a new life goes on from a snapshot."""
+
+    class Stateful(torch.utils.data.IterableDataset):
+        def __init__(self):
+            self.at = 0
+            self.log = str(tmp_path / "made")
+
+        def __iter__(self):
+            while self.at < 60:
+                item = self.at
+                if item == 50 and first_time(str(tmp_path)):
+                    inflict("sigkill")
+                self.at += 1
+                with open(self.log, "a") as file:
+                    file.write(f"{item}\n")
+                time.sleep(0.03)
+                yield item
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    got = [x for b in DataLoader(Stateful(), batch_size=2, num_workers=1) for x in b.tolist()]
+    assert got == list(range(60))
+    made = (tmp_path / "made").read_text().split()
+    assert made.count("0") == 1, "it began again from the start"
+
+
+def test_replace_keeps_batch_sizes():
+    policy = Policy(bad_sample="replace")
+    runs = []
+    for workers in (1, 2):
+        torch.manual_seed(3)
+        dataset = Saboteur(Numbers(40), {5: "raise", 17: "segfault", 33: "raise"})
+        loader = DataLoader(dataset, batch_size=4, num_workers=workers, policy=policy)
+        got = [b.tolist() for b in loader]
+        assert [len(b) for b in got] == [4] * 10
+        flat = [x for b in got for x in b]
+        for bad in (5, 17, 33):
+            assert flat[bad] != bad and flat[bad] <= bad + 16
+        runs.append(got)
+        assert {b.index for b in loader.report().bad_samples} >= {5, 33}
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_retries(workers, tmp_path):
+    """A service that fails now and then: nothing lost, and said how often."""
+
+    class Flaky(Numbers):
+        def __getitem__(self, index):
+            if index % 5 == 0 and not os.path.exists(tmp_path / f"{workers}-{index}"):
+                (tmp_path / f"{workers}-{index}").touch()
+                raise ConnectionResetError(104, "dropped")
+            return index
+
+    policy = Policy(retries=2, retry_delay=0.001)
+    loader = DataLoader(Flaky(40), batch_size=4, num_workers=workers, policy=policy)
+    assert [x for b in loader for x in b.tolist()] == list(range(40))
+    assert loader.stats()["retries"] == 8
+    assert "sample-retried x8" in str(loader.report())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_breaker(workers):
+    """The store is down: stop early, with what all share."""
+
+    class Down(Numbers):
+        def __getitem__(self, index):
+            raise ConnectionError("store is down")
+
+    from holdfast import TooManyBad
+
+    policy = Policy(bad_sample="skip")
+    with pytest.raises(TooManyBad, match="store is down"):
+        list(DataLoader(Down(4000), batch_size=4, num_workers=workers, policy=policy))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_num_workers_zero_honours_the_policy(workers):
+    faults = {5: "raise", 9: "stop-iteration"}
+    loader = DataLoader(
+        Saboteur(Numbers(40), faults), batch_size=4, num_workers=workers, policy=Policy(bad_sample="skip", max_bad=0.5)
+    )
+    assert [x for b in loader for x in b.tolist()] == [i for i in range(40) if i not in faults]
+    loader = DataLoader(Saboteur(Numbers(40), faults), batch_size=4, num_workers=workers)
+    got, errors = epoch(loader)
+    assert len(got) == 8
+    assert [type(e).__name__ for e in errors] == ["ValueError", "SampleError"]
+
+
+def test_an_emptied_batch_is_not_delivered():
+    faults = dict.fromkeys(range(8, 12), "raise")
+    loader = DataLoader(
+        Saboteur(Numbers(40), faults), batch_size=4, num_workers=2, policy=Policy(bad_sample="skip", max_bad=0.5)
+    )
+    assert len(list(loader)) == 9
+    assert loader.stats()["bad_samples"] == 4
+
+
+def test_worker_memory_names_the_line():
+    """RLIMIT_DATA: the allocation fails in Python, at its line, in that sample alone."""
+
+    class Greedy(Numbers):
+        def __getitem__(self, index):
+            if index == 5:
+                bytearray(3 << 30)
+            return index
+
+    loader = DataLoader(
+        Greedy(12), batch_size=2, num_workers=2, policy=Policy(bad_sample="skip", worker_memory="1GiB", max_bad=0.5)
+    )
+    assert [x for b in loader for x in b.tolist()] == [i for i in range(12) if i != 5]
+    assert "bytearray(3 << 30)" in str(loader.report())
