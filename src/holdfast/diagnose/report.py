@@ -85,8 +85,18 @@ def incident_of(case: Case) -> Incident:
         attempt=case.attempt,
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=evidence.stack if evidence is not None and evidence.stack else _traceback(case),
+        stack=_users_frames(evidence.stack) if evidence is not None and evidence.stack else _traceback(case),
     )
+
+
+def _users_frames(stack: str) -> str:
+    """A dump without the frames below the dataset's: they are ours, and the same each time."""
+    lines: list[str] = []
+    for line in stack.splitlines():
+        lines.append(line)
+        if "/holdfast/loader/job.py" in line or "/holdfast/local/worker.py" in line:
+            break
+    return "\n".join(lines)
 
 
 def _traceback(case: Case) -> str:

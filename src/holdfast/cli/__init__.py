@@ -1,0 +1,31 @@
+"""The command line: `holdfast COMMAND`. One file per command, two functions each: `arguments` and `run`."""
+
+import argparse
+import sys
+
+from holdfast.cli import demo
+from holdfast.errors import HoldfastError
+
+COMMANDS = {"demo": demo}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status."""
+    from holdfast import __version__
+
+    parser = argparse.ArgumentParser(prog="holdfast", description="Data loading that survives its workers.")
+    parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        about = (module.__doc__ or "").strip().splitlines()[0]
+        module.arguments(commands.add_parser(name, help=about, description=about))
+    chosen = parser.parse_args(argv)
+    try:
+        status: int = COMMANDS[chosen.command].run(chosen)
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
