@@ -1,0 +1,81 @@
+"""One record behind the log line, the exception text, the report and the JSON."""
+
+import json
+import signal
+
+from holdfast.core.messages import Cause, Stage
+from holdfast.diagnose.finding import Case, find
+from holdfast.diagnose.report import BadSample, Record, Report, incident_of
+from holdfast.local.evidence import Evidence
+
+CRASH = Case(
+    what="exited",
+    worker=2,
+    life=3,
+    pid=4711,
+    task=88,
+    index=123,
+    stage=Stage.FETCH,
+    attempt=2,
+    strike=2,
+    needed=2,
+    cause=Cause.SIGNAL,
+    code=signal.SIGSEGV,
+    evidence=Evidence(pid=4711, stack="Fatal Python error: Segmentation fault"),
+    did="left the sample out",
+)
+STATS = {"batches": 3, "samples": 12, "restarts": 1, "bad_samples": 1, "retries": 0, "waited_s": 0.1, "workers": 2}
+
+
+def test_the_text_is_asserted_whole():
+    assert str(incident_of(CRASH)) == (
+        "worker 2 was killed by SIGSEGV while loading index 123 (batch 88, attempt 2, strike 2 of 2)\n"
+        "  worker-crashed: SIGSEGV: native code touched memory that is not its own\n"
+        "    seen   exit by SIGSEGV; the Python stack at the crash, below\n"
+        "    did    left the sample out\n"
+        "    try    look at the last Python line of the stack: it called the library that crashed; "
+        'Policy(bad_sample="skip") goes on without such samples\n'
+        "    stack\n"
+        "      Fatal Python error: Segmentation fault"
+    )
+
+
+def test_same_incidents_are_folded():
+    record = Record()
+    for _ in range(7):
+        record.add(incident_of(CRASH))
+    record.add_bad(BadSample(123, 88, "SIGSEGV", 2))
+    text = str(Report(record, STATS))
+    assert "worker-crashed x7" in text
+    assert text.count("native code touched") == 1
+    assert "index 123 in batch 88" in text
+
+
+def test_the_json_is_versioned_and_complete():
+    record = Record()
+    record.add(incident_of(CRASH))
+    data = json.loads(Report(record, STATS).to_json())
+    assert data["schema"] == 1
+    (incident,) = data["incidents"]
+    assert (incident["signal"], incident["index"], incident["stage"], incident["pid"]) == (
+        "SIGSEGV",
+        123,
+        "fetch",
+        4711,
+    )
+
+
+def test_a_broken_rule_does_not_hide_the_incident():
+    def broken(case):
+        raise RuntimeError("oops")
+
+    finding = find(CRASH, (broken,))
+    assert finding.name == "unknown" and "oops" in finding.says and "4711" in finding.seen[0]
+
+
+def test_what_no_rule_knows_is_unknown():
+    assert find(CRASH, ()).name == "unknown"
+
+
+def test_a_healthy_run_says_so():
+    assert "nothing went wrong" in str(Report(Record(), STATS))

@@ -1,0 +1,27 @@
+"""The command line, as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+
+def holdfast(*words, timeout=100):
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *words], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_the_demo_proves_it():
+    done = holdfast("demo", "--json", "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    proof = json.loads(done.stdout)["proof"]
+    assert proof["samples_delivered"] == proof["samples_expected"] == 1536
+    assert proof["duplicated"] == 0
+    assert proof["same_losses"] and proof["same_order"]
+    assert proof["workers_restarted"] >= 7
+
+
+def test_help_and_nonsense():
+    assert "demo" in holdfast("--help").stdout
+    assert holdfast("nonsense").returncode == 2
+    assert holdfast("--version").stdout.startswith("holdfast 0.")

@@ -1,0 +1,85 @@
+"""The house: imports point one way, the map is true, every error survives pickling, the docs know every finding."""
+
+import ast
+import inspect
+import pickle
+import re
+from pathlib import Path
+
+import holdfast
+from holdfast import errors
+from holdfast.testing import FAULTS
+
+SOURCE = Path(holdfast.__file__).parent
+DOCS = SOURCE.parents[1] / "docs"
+# Lower may not import higher; siblings on one level do not import each other.
+LEVELS = [{"errors", "policy"}, {"core"}, {"shm"}, {"local"}, {"diagnose"}, {"loader"}, {"testing"}, {"cli"}]
+
+
+def level(room):
+    return next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                parts = name.split(".")
+                if parts[0] != "holdfast" or len(parts) == 1:
+                    continue
+                if parts[1] != room and level(parts[1]) >= level(room) and {room, parts[1]} != {"errors", "policy"}:
+                    wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+    assert not wrong
+
+
+def test_torch_is_imported_where_it_belongs():
+    allowed = {"loader", "testing", "cli"}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).parts
+        if parts[0] in allowed or parts == ("shm", "pack.py"):
+            continue
+        assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
+
+
+def test_core_does_no_io():
+    for path in (SOURCE / "core").glob("*.py"):
+        imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+        assert not set(imported) & {"os", "socket", "select", "subprocess", "multiprocessing", "numpy", "torch"}, path
+
+
+def test_the_map_of_the_package_is_true():
+    for room in {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}:
+        assert f"{room}/" in holdfast.__doc__, room
+    assert all(hasattr(holdfast, name) for name in holdfast.__all__)
+
+
+def test_every_error_survives_pickling():
+    kinds = [k for _, k in inspect.getmembers(errors, inspect.isclass) if issubclass(k, Exception)]
+    assert len(kinds) > 8
+    for kind in kinds:
+        error = kind("what happened")
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind
+        assert "what happened" in str(again)
+        assert vars(again) == vars(error)
+        assert kind.__name__ in errors.__doc__
+
+
+def test_every_finding_has_its_page():
+    text = (DOCS / "findings.md").read_text()
+    for path in (SOURCE / "diagnose" / "rules").glob("*.py"):
+        for name in re.findall(r'Finding\(\s*"([a-z-]+)"', path.read_text()):
+            assert re.search(rf"^## .*\b{name}\b", text, re.MULTILINE), name
+
+
+def test_every_fault_has_a_name_people_can_read():
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in FAULTS)
