@@ -13,6 +13,7 @@ Run as a script it measures one load and prints JSON: python supervision.py NAME
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -156,5 +157,8 @@ def _clock_of(pid: int) -> int:
 
 
 if __name__ == "__main__":
+    from holdfast.local.linux import die_with_parent
+
+    die_with_parent(os.getppid())  # whatever ends the benchmark ends this
     (wanted,) = (load for load in LOADS if load.name == sys.argv[1])
     json.dump(measure(wanted), sys.stdout)

@@ -5,8 +5,10 @@ Samples sleep for 1 ms, so the trainer waits all the time and every delay shows.
 """
 
 import logging
+import os
 import random
 import subprocess
+import sys
 import time
 from statistics import median
 
@@ -72,7 +74,7 @@ def longest_wait(loader: Loader, victim: int | None, delay_s: float) -> tuple[fl
         pid = iterator._workers[victim].pid  # type: ignore[attr-defined]  # there with torch's and with ours
         if pid is None:
             raise RuntimeError(f"the pid of worker {victim} is not known after {FIRST_BATCHES} batches")
-        killer = subprocess.Popen(["sh", "-c", f"sleep {delay_s:.3f}; kill -KILL {pid}"])
+        killer = start_killer(pid, delay_s)
     try:
         clock = time.perf_counter
         waits = []
@@ -87,6 +89,16 @@ def longest_wait(loader: Loader, victim: int | None, delay_s: float) -> tuple[fl
             killer.wait(10)
         end(iterator)
     return max(waits) - median(waits), seen
+
+
+def start_killer(pid: int, delay_s: float) -> subprocess.Popen[bytes]:
+    """Another process that kills this one a little later. By a pidfd: the number may be somebody else's by then."""
+    fd = os.pidfd_open(pid)
+    try:
+        orders = f"import signal, time; time.sleep({delay_s}); signal.pidfd_send_signal({fd}, signal.SIGKILL)"
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", orders], pass_fds=[fd])
+    finally:
+        os.close(fd)
 
 
 def fate_of_torch() -> str:

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, get_wor
 import holdfast
 from holdfast import DataLoader, Policy
 
+from ..conftest import children
 from .data import Epochs, Getitems, Images, Noise, Numbers, Reopens, Shared, Stream
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -101,10 +102,11 @@ def test_in_a_thread():
     got = []
 
     def work():
-        for i, batch in enumerate(loader):
+        iterator = iter(loader)
+        for i, batch in enumerate(iterator):
             got.extend(batch.tolist())
             if i == 2:
-                os.kill(next(iter(loader._live))._workers[0].pid, signal.SIGKILL)
+                os.kill(iterator._workers[0].pid, signal.SIGKILL)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -112,11 +114,17 @@ def test_in_a_thread():
     assert got == list(range(40))
 
 
-def test_break_ends_all_processes():
-    loader = DataLoader(Numbers(1000, 0.01), batch_size=4, num_workers=2)
-    for _ in loader:
-        break
-    gc.collect()
+def test_break_ends_all_processes_at_once():
+    """Not when the garbage collector comes round."""
+    gc.disable()
+    try:
+        loader = DataLoader(Numbers(1000, 0.01), batch_size=4, num_workers=2)
+        before = children()
+        for _ in loader:
+            break
+        assert children() == before
+    finally:
+        gc.enable()
 
 
 def test_an_exception_in_the_loop_ends_all_processes():

@@ -124,14 +124,17 @@ class Ledger:
         *,
         in_order: bool = True,
         streams: bool = False,
+        round_robin: bool = False,
         first_task: int = 0,
         running: Sequence[int] = (),
     ) -> None:
         self._policy = policy
         self._in_order = in_order
         self._streams = streams
+        self._round_robin = round_robin  # batch n goes to worker n % workers, as torch has it
         self._workers = [Worker(i, running[i] if running else 1, bool(running)) for i in range(workers)]
         self._fresh = not running
+        self._depth = depth
         self._capacity = deque(self._workers * depth)  # one entry per task that fits
         self._rotation = 0
         self._backlog: deque[Task] = deque()
@@ -185,6 +188,10 @@ class Ledger:
         task = self._tasks[event.task] = Task(event.task, event.samples)
         if self._streams:
             return self._draw_from_stream(task)
+        if self._round_robin:
+            worker = self._workers[self._rotation]
+            self._rotation = (self._rotation + 1) % len(self._workers)
+            return (self._give(worker, task),)
         if not self._capacity:
             self._backlog.append(task)
             return ()
@@ -204,11 +211,13 @@ class Ledger:
         )
 
     def _draw_from_stream(self, task: Task) -> Sequence[Action]:
-        """Streams take turns, as torch has it; one that has ended is left out."""
+        """Streams take turns, as torch has it; one that has ended is left out, and so is a busy one if it may be."""
+        free = [w for w in self._workers if w.open and (self._in_order or len(w.tasks) < self._depth)]
+        choice = free or [w for w in self._workers if w.open]
         for _ in self._workers:
             worker = self._workers[self._rotation]
             self._rotation = (self._rotation + 1) % len(self._workers)
-            if worker.open:
+            if worker in choice:
                 task.number = worker.drawn
                 worker.drawn += 1
                 return (self._give(worker, task),)

@@ -164,6 +164,7 @@ class Record:
     incidents: list[Incident] = field(default_factory=list)
     bad_samples: list[BadSample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    waited_s: float = 0.0
 
     def add(self, incident: Incident) -> None:
         self.counts[f"incident:{incident.finding}"] += 1

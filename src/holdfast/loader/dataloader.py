@@ -1,7 +1,6 @@
 """DataLoader: torch's signature and attributes, and `policy`; no logic."""
 
 import os
-import weakref
 from typing import Any, Literal, TypeVar
 
 import torch.utils.data
@@ -65,7 +64,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
         self.policy = policy
         self._record = Record()
-        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
         super().__init__(
             dataset,
             batch_size,
@@ -90,9 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.num_workers == 0:
             return InlineIterator(self, self.policy, self._record)
         self.check_worker_number_rationality()
-        iterator = WorkerIterator(self, self.policy, self._record)
-        self._live.add(iterator)
-        return iterator
+        return WorkerIterator(self, self.policy, self._record)
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -101,16 +97,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, Any]:
         """Totals over all epochs of this loader."""
-        totals = {name: float(self._record.counts[name]) for name in ("batches", "samples", "retries", "waited_s")}
-        for iterator in self._live:
-            for name, value in iterator.live_counts().items():
-                totals[name] += value
-        numbers: dict[str, Any] = {name: int(value) for name, value in totals.items() if name != "waited_s"}
-        numbers["waited_s"] = round(totals["waited_s"], 3)
-        numbers["restarts"] = self._record.counts["restarts"]
-        numbers["bad_samples"] = self._record.counts["bad_samples"]
-        numbers["workers"] = self.num_workers
-        return numbers
+        counts = self._record.counts
+        names = ("batches", "samples", "retries", "restarts", "bad_samples")
+        return {name: counts[name] for name in names} | {
+            "waited_s": round(self._record.waited_s, 3),
+            "workers": self.num_workers,
+        }
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""

@@ -127,7 +127,3 @@ class InlineIterator(_SingleProcessDataLoaderIter):
             ) from error
         error.add_note(told)
         raise error
-
-    def live_counts(self) -> dict[str, float]:
-        """All is in the record already."""
-        return {"batches": 0, "samples": 0, "retries": 0, "waited_s": 0.0}

@@ -30,7 +30,6 @@ from holdfast.loader import seeds
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.tell import Teller
 from holdfast.local.host import LocalHost, Parcel, WorkerHandle
-from holdfast.local.pulse import RETRIES, SAMPLES
 from holdfast.policy import Policy
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
@@ -50,7 +49,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._in_order = loader.in_order
         self._prefetch = loader.prefetch_factor * self._num_workers
         self._depth = min(loader.prefetch_factor, MOST_PER_WORKER)
-        self._batch_size = loader.batch_size
+        self._by_turns = loader.worker_init_fn is not None
         context = loader.multiprocessing_context
         self._context = context if context is not None else get_context()
         self._method: str = self._context.get_start_method()
@@ -94,7 +93,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         """A new epoch; with persistent workers, in the processes of the last one."""
         if not first_iter:
             super()._reset(loader)
-            self._fold_counts()
         self._epoch += 1
         # The first epoch is seeded by what torch drew; later ones of persistent workers each by their number.
         base = int(self._base_seed)
@@ -109,8 +107,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._over = False
         self._last_words: BaseException | None = None
         self._teller.first_task = self._first_task
-        self._waited_s = 0.0
-        self._delivered = 0
         running = [] if first_iter else self._ledger.lives
         self._ledger: Ledger = Ledger(
             self._num_workers,
@@ -118,10 +114,12 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._policy,
             in_order=self._in_order,
             streams=self._iterable,
+            # A worker_init_fn may seed the generators by worker: then which worker loads a batch must not be chance.
+            round_robin=self._by_turns,
             first_task=self._next_task,
             running=running,
         )
-        self._supervisor = Supervisor(self._ledger, self._host, self._payload)
+        self._supervisor = Supervisor(self._ledger, self._host, self._weak_payload())
         self._ready = self._supervisor.ready
         if not first_iter:
             self._host.abandon_below(self._next_task)
@@ -177,7 +175,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             supervisor.step(left)
             if not ready:
                 self._draw()
-        self._waited_s += time.monotonic() - began
+        self._record.waited_s += time.monotonic() - began
 
     def _draw(self) -> None:
         """Take from the sampler what there is room for: never further ahead than torch does."""
@@ -217,6 +215,17 @@ class WorkerIterator(_BaseDataLoaderIter):
             asked, positions = self._without(asked, send.bad, spares)
         return pickle.dumps((self._seed, number, send.attempt, asked, positions, send.alone, spares), 5)
 
+    def _weak_payload(self) -> Callable[[Send], bytes]:
+        """Without a cycle: when the user drops this iterator, it and its processes end at once."""
+        weak = weakref.ref(self)
+
+        def payload(send: Send) -> bytes:
+            alive = weak()
+            assert alive is not None
+            return alive._payload(send)
+
+        return payload
+
     def _spares(self, task: int) -> list[Any]:
         """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""
         chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
@@ -247,17 +256,25 @@ class WorkerIterator(_BaseDataLoaderIter):
         if result.failed:
             raise self._teller.failure(content, batch_number, result.worker)
         notes, batch = content
+        self._count_samples(asked, notes)
         if notes is not None:
             self._take_notes(notes, batch_number, result.worker)
             if batch is None and not self._iterable:
                 return None
-        self._delivered += 1
+        self._record.counts["batches"] += 1
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         self._num_yielded += 1
         if self._iterable and self._IterableDataset_len_called is not None:
             self._warn_of_length()
         return (batch,)
+
+    def _count_samples(self, asked: Any, notes: Any) -> None:
+        if self._iterable:
+            samples, troubles = notes[2], []
+        else:
+            samples, troubles = len(asked) if self._auto_collation else 1, notes or []
+        self._record.counts["samples"] += samples - sum(t.fate == "skipped" for t in troubles)
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
@@ -285,7 +302,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _take_notes(self, notes: Any, batch: int, worker: int) -> None:
         troubles = notes
         if self._iterable:
-            troubles, snapshot = notes
+            troubles, snapshot, _ = notes
             if snapshot is not None:
                 self._snapshots[worker] = snapshot
         for trouble in troubles or ():
@@ -312,10 +329,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         if not self._persistent_workers:
             self._shutdown_workers()
 
-    def _fold_counts(self) -> None:
-        self._record.counts["batches"] += self._delivered
-        self._delivered = 0
-
     @property
     def _workers(self) -> list[WorkerHandle]:
         """Process-like handles, as third parties expect them."""
@@ -330,16 +343,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._finalizer()
         for silence in self._host.leftovers():
             self._teller.incident(silence)
-
-    def live_counts(self) -> dict[str, float]:
-        """What the pulses and this epoch add to the loader's totals."""
-        words = [pulse.words for pulse in self._host.pulses]
-        return {
-            "batches": self._delivered,
-            "samples": sum(w[SAMPLES] for w in words),
-            "retries": sum(w[RETRIES] for w in words),
-            "waited_s": self._waited_s,
-        }
 
 
 def _name_of(iterator: WorkerIterator) -> Callable[[int, int], object]:

@@ -19,7 +19,7 @@ from holdfast.loader import seeds
 from holdfast.loader.fetch import Draw, Failed, MapFetcher
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
-from holdfast.loader.stream import StreamFetcher, seeder
+from holdfast.loader.stream import StreamFetcher
 from holdfast.local import birth
 from holdfast.local.pulse import Pulse
 from holdfast.local.raised import Raised
@@ -157,9 +157,11 @@ class LoaderJob:
             id=worker, num_workers=recipe.num_workers, seed=seed, dataset=self._dataset
         )
         self._stack.install()
+        self._seeder = seeds.Seeder()
         pulse.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
             recipe.worker_init_fn(worker)
+            self._seeder.look_again()
         if not recipe.iterable:
             self._map = MapFetcher(
                 self._dataset,
@@ -186,7 +188,7 @@ class LoaderJob:
                 return self._stream_batch(asked, space)
             base_seed, number, attempt, *rest = asked
             draw = Draw(*rest)
-            seeds.seed_all(base_seed, number)
+            self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
                 left = memoryview(bytes(saved))  # the slot is written again
                 draw.journal = Journal(self._packer, slot, address, self._pulse.words, len(draw.indices))
@@ -202,7 +204,7 @@ class LoaderJob:
         fetcher = self._map
         assert fetcher is not None
         indices = draw.indices
-        samples, troubles = fetcher.load(draw, lambda: seeds.seed_all(base_seed, number))
+        samples, troubles = fetcher.load(draw, lambda: self._seeder.seed(base_seed, number))
         if draw.journal is not None:
             draw.journal.discard()
         if fetcher.left_out(samples):
@@ -221,7 +223,7 @@ class LoaderJob:
         if epoch != self._epoch:
             self._epoch = epoch
             self._seed_datapipe(shared_seed)
-            self._seed_stream = seeder(base_seed, self._worker)
+            self._seed_stream = self._stream_seeder(base_seed)
             self._stream = StreamFetcher(
                 self._dataset,
                 recipe.collate_fn,
@@ -246,8 +248,13 @@ class LoaderJob:
             batch = stream.collate(items)
         finally:
             self._stack.space = None
-        notes = (troubles, stream.snapshot())
+        notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1)
         return self._send((notes, batch), space, items, None, len(troubles))
+
+    def _stream_seeder(self, base_seed: int) -> Callable[[int], None]:
+        """Random numbers of a stream depend on (base seed, worker, batch)."""
+        own = seeds.mix(base_seed, -2 - self._worker)
+        return lambda number: self._seeder.seed(own, number)
 
     # Sending -------------------------------------------------------------------------------------------------------
 

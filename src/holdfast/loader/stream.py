@@ -20,7 +20,6 @@ import torch
 
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
-from holdfast.loader import seeds
 from holdfast.loader.fetch import Failed, Trouble
 from holdfast.local.pulse import FIELDS, POSITION, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import capture
@@ -212,9 +211,3 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
         for child in item[:_CHILDREN]:
             so_far = fingerprint(child, so_far, depth - 1)
     return so_far
-
-
-def seeder(base_seed: int, worker: int) -> Callable[[int], None]:
-    """Random numbers of a stream depend on (base seed, worker, batch)."""
-    own = seeds.mix(base_seed, -2 - worker)
-    return lambda number: seeds.seed_all(own, number)

@@ -108,6 +108,7 @@ class Teller:
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
         """A sample raised, and the policy dealt with it."""
+        self._record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
             self._record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
@@ -137,6 +138,7 @@ class Teller:
             did="raised it from next(); the next call goes on with the next batch",
         )
         self._record.add(incident_of(case))
+        self._record.counts["retries"] += failure.attempts - 1
         if failure.position >= 0:
             text = f"{failure.raised.type_name}: {failure.raised.text}"
             self._record.add_bad(BadSample(failure.index, batch, text, failure.attempts))

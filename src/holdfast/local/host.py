@@ -97,8 +97,17 @@ class WorkerHandle:
         return self._host.pid_of(self._worker)
 
     def is_alive(self) -> bool:
+        if self._host.closed:
+            return False
         pid = self.pid
-        return pid is not None and linux.process_state(pid) not in ("", "Z")
+        return pid is None or linux.process_state(pid) not in ("", "Z")
+
+    def terminate(self) -> None:
+        """End this process; a new one takes its place if there is work left."""
+        if self.is_alive() and self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    kill = terminate
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -247,8 +256,17 @@ class LocalHost:
         self._events.clear()
         self._launch()
 
+    @property
+    def closed(self) -> bool:
+        """True when all processes have ended."""
+        return self._closed
+
     def pid_of(self, worker: int) -> int | None:
+        """The process that plays this worker now; None while it is being made, and after the end."""
         line = self._lifelines[worker]
+        if line is not None and line.pid is None and not self._closed:
+            self._hear_keeper()  # it may have told us by now
+            line = self._lifelines[worker]
         return None if line is None else line.pid
 
     # Orders --------------------------------------------------------------------------------------------------------
@@ -443,6 +461,8 @@ class LocalHost:
             message = decode(data)
             if isinstance(message, LifeQuiet):
                 self._believe(message)
+            elif isinstance(message, LifeEnded):
+                self.workers[message.worker].exitcode = _exit_code(message)
 
     def leftovers(self) -> list[Silence]:
         """After close(): incidents that nobody has heard of yet."""
@@ -461,8 +481,7 @@ class LocalHost:
             case LifeEnded(worker, life, at, cause, code, on, evidence):
                 self._drain()  # what it finished comes before its death
                 self._take_journal(worker, life, on)
-                handle = self.workers[worker]
-                handle.exitcode = -code if cause is not Cause.EXIT else code
+                self.workers[worker].exitcode = _exit_code(message)
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
             case LifeQuiet(worker, life, what, code, on, evidence):
                 self._events.append(Silence(worker, life, what, code, on, evidence))
@@ -528,6 +547,11 @@ class LocalHost:
     def discard(self, result: object) -> None:
         if isinstance(result, Parcel) and result.slots is not None:
             result.slots.put_back(result.slot)
+
+
+def _exit_code(ended: LifeEnded) -> int:
+    """As multiprocessing has it: negative for a signal."""
+    return ended.code if ended.cause is Cause.EXIT else -ended.code
 
 
 def _sparse_file(slots: int) -> tuple[int, Memory, int]:
