@@ -27,6 +27,7 @@ from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
+from holdfast.loader.fetch import Trouble
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.tell import Teller
 from holdfast.local.host import LocalHost, Parcel, WorkerHandle
@@ -271,7 +272,8 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _count_samples(self, asked: Any, notes: Any) -> None:
         if self._iterable:
-            samples, troubles = notes[2], []
+            samples = notes[2]
+            troubles: list[Trouble] = []
         else:
             samples, troubles = len(asked) if self._auto_collation else 1, notes or []
         self._record.counts["samples"] += samples - sum(t.fate == "skipped" for t in troubles)

@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.context import BaseContext
@@ -56,6 +57,8 @@ from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Slots, stride_for
 KEEPER_READY_S = 10.0
 # What workers get to leave by themselves once there is no more work, before they are killed.
 GRACE_S = 1.0
+# How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
+START_S = 10.0
 _NO_JOURNAL = (b"", 0)
 
 
@@ -94,7 +97,7 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int | None:
-        return self._host.pid_of(self._worker)
+        return self._host.pid_of(self._worker, START_S)
 
     def is_alive(self) -> bool:
         if self._host.closed:
@@ -153,6 +156,7 @@ class LocalHost:
     # Opening and closing -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
+        self._thread = threading.get_ident()
         workers = len(self._lifelines)
         self._results, self._results_w = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._results, False)
@@ -261,13 +265,21 @@ class LocalHost:
         """True when all processes have ended."""
         return self._closed
 
-    def pid_of(self, worker: int) -> int | None:
-        """The process that plays this worker now; None while it is being made, and after the end."""
-        line = self._lifelines[worker]
-        if line is not None and line.pid is None and not self._closed:
-            self._hear_keeper()  # it may have told us by now
+    def pid_of(self, worker: int, patience_s: float = 0.0) -> int | None:
+        """The process that plays this worker now; None while it is being made, and after the end.
+
+        With patience, and in the thread that iterates, the keeper is listened to meanwhile.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
             line = self._lifelines[worker]
-        return None if line is None else line.pid
+            if line is None or line.pid is not None or self._closed:
+                return None if line is None else line.pid
+            left = deadline - time.monotonic()
+            if left <= 0 or threading.get_ident() != self._thread:
+                return None
+            if select.select([self._control], [], [], left)[0]:
+                self._hear_keeper()
 
     # Orders --------------------------------------------------------------------------------------------------------
 
@@ -324,6 +336,7 @@ class LocalHost:
     # Facts ---------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]:
+        self._thread = threading.get_ident()
         self._drain()
         if not self._events:
             self._sleep(timeout_s)
