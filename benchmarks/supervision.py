@@ -14,11 +14,13 @@ Run as a script it measures one load and prints JSON: python supervision.py NAME
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -99,9 +101,10 @@ def measure(load: Load) -> dict[str, list[float]]:
 
     costs: dict[str, list[float]] = {BARE: [], SUPERVISED: [], CONTROL: []}
     dataset = load.make()
-    for generation in range(GENERATIONS):
+    shuffled = partial(random.Random(0).sample, list(costs), len(costs))  # nobody always follows the same other
+    for _ in range(GENERATIONS):
         iterators = {}
-        for name in in_turn(generation):
+        for name in shuffled():
             with nullcontext() if name == SUPERVISED else bare_loop():
                 iterators[name] = begin(load, dataset)
         rates = []
@@ -110,18 +113,12 @@ def measure(load: Load) -> dict[str, list[float]]:
             rates.append(count / seconds)
             time.sleep(SETTLE_S)
         batches = max(1, round(median(rates) * TURN_S))
-        for turn in range(TURNS):
-            for name in in_turn(turn):
+        for _ in range(TURNS):
+            for name in shuffled():
                 costs[name].append(cpu_of(iterators[name], batches) / batches)
         for iterator in iterators.values():
             end(iterator)
     return costs
-
-
-def in_turn(turn: int) -> list[str]:
-    """Each of the three comes first, second and third alike: what drifts hits all."""
-    names = [BARE, SUPERVISED, CONTROL]
-    return names[turn % 3 :] + names[: turn % 3]
 
 
 def begin(load: Load, dataset: Any) -> Any:
