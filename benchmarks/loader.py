@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ def all_rows(rounds: int) -> dict[str, Callable[[], Any]]:
     from supervision import supervision_cost
     from survival import gap_after_kill
 
-    rows: dict[str, Callable[[], Any]] = {load.name: lambda load=load: speed(load, rounds) for load in LOADS}
+    rows: dict[str, Callable[[], Any]] = {load.name: partial(speed, load, rounds) for load in LOADS}
     for method in ("fork", "spawn"):
-        rows[f"first batch, {method}"] = lambda method=method: first_batch(method, rounds)
+        rows[f"first batch, {method}"] = partial(first_batch, method, rounds)
     rows["gap after SIGKILL"] = gap_after_kill
     rows["peak memory"] = peak_memory
     for load in (LARGE_IMAGES, SMALL_IMAGES):
-        rows[f"supervision, {load.name}"] = lambda load=load: supervision_cost(load)
+        rows[f"supervision, {load.name}"] = partial(supervision_cost, load)
     return rows
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from datasets import LARGE_IMAGES
 from table import Row
@@ -69,9 +69,9 @@ def peak_of(kind: str) -> Peak:
             trainer.kill()
 
 
-def _expect(stream: object, line: bytes, patience_s: float) -> None:
+def _expect(stream: IO[bytes], line: bytes, patience_s: float) -> None:
     ready = select.select([stream], [], [], patience_s)[0]
-    said = stream.readline() if ready else b"nothing"  # type: ignore[attr-defined]
+    said = stream.readline() if ready else b"nothing"
     if said != line:
         raise RuntimeError(f"the trainer said {said!r} and not {line!r}")
 

@@ -127,7 +127,7 @@ def begin(load: Load, dataset: Any) -> Any:
 
     import holdfast
 
-    iterator = iter(holdfast.DataLoader(dataset, batch_size=load.batch_size, num_workers=WORKERS))
+    iterator: Any = iter(holdfast.DataLoader(dataset, batch_size=load.batch_size, num_workers=WORKERS))
     while any(worker.pid is None for worker in iterator._workers):
         take(iterator, 0.0)
     return iterator

@@ -6,24 +6,35 @@ import os
 import pytest
 
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, stride_for
+from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, claim, states_of, stride_for, strides_for
 
 STRIDE = 1 << 21
 
 
 @pytest.fixture
 def slots():
-    fd = new_file("test", 6 * STRIDE)
-    memory = Memory(fd, 6 * STRIDE)
+    size = strides_for(6, 4) * STRIDE
+    fd = new_file("test", size)
+    memory = Memory(fd, size)
     os.close(fd)
-    return Slots(memory, STRIDE, 6, 4)
+    made = Slots(memory, STRIDE, 6, 4)
+    made.take = lambda: (made._reclaim(), claim(states_of(memory, 6)))[1]  # as the worker does, after a next()
+    return made
 
 
-def test_the_last_one_back_goes_out_first(slots):
-    """Its pages are warm."""
-    first = slots.take()
-    slots.put_back(first)
-    assert slots.take() == first
+def test_the_lowest_free_one_is_claimed(slots):
+    """So as few as possible are ever touched."""
+    assert [slots.take() for _ in range(3)] == [0, 1, 2]
+    slots.put_back(1)
+    slots.put_back(0)
+    assert slots.take() == 0
+
+
+def test_letter_boxes(slots):
+    boxes = [slots.take_box() for _ in range(4)]
+    assert boxes == [6, 7, 8, 9]
+    slots.free_box(7)
+    assert slots.take_box() == 7
 
 
 def test_a_lent_slot_comes_back_when_its_last_view_is_gone(slots):

@@ -233,10 +233,6 @@ class Ledger:
         self._proven = True
         task.done, task.result = True, event.result
         actions: list[Action] = []
-        if self._backlog:
-            actions.append(self._give(worker, self._backlog.popleft()))
-        else:
-            self._capacity.append(worker)
         self._seen += task.samples
         if event.bad:
             self._bad += event.bad
@@ -250,16 +246,23 @@ class Ledger:
             while (task := self._tasks.get(self._turn)) is not None and task.done:
                 del self._tasks[self._turn]
                 self._turn += 1
-                actions.append(self._end_of(task))
+                actions += self._end_of(task)
         else:
             for task in [t for t in self._tasks.values() if t.done]:
                 del self._tasks[task.id]
-                actions.append(self._end_of(task))
+                actions += self._end_of(task)
         return actions
 
-    @staticmethod
-    def _end_of(task: Task) -> Deliver | Drop:
-        return Drop(task.id) if task.result is None else Deliver(task.id, task.result)
+    def _end_of(self, task: Task) -> list[Action]:
+        """Its place with its worker is free now, not before: a finished batch that waits for its turn is memory."""
+        end = Drop(task.id) if task.result is None else Deliver(task.id, task.result)
+        if task.worker < 0:
+            return [end]
+        worker = self._workers[task.worker]
+        if self._backlog:
+            return [end, self._give(worker, self._backlog.popleft())]
+        self._capacity.append(worker)
+        return [end]
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
@@ -412,7 +415,6 @@ class Ledger:
             task.result = Lost(task.id, position, event, task.attempt + 1)
             if self._streams:
                 return "gave this worker's stream up", self._end_stream(worker)
-            self._capacity.append(worker)
             self._seen += task.samples
             return "gave the batch up: next() raises for it", self._deliver()
         task.bad = (*task.bad, position)
@@ -421,7 +423,6 @@ class Ledger:
         if self._policy.bad_sample == "skip" and len(task.bad) == task.samples:
             del worker.tasks[task.id]
             task.done, task.result = True, None
-            self._capacity.append(worker)
             return "left the sample out; its batch is empty", [
                 *actions,
                 *self._deliver(),

@@ -51,7 +51,7 @@ from holdfast.local.wire import (
 from holdfast.local.worker import Job
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import unpack
-from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Slots, stride_for
+from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Slots, stride_for, strides_for
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
 KEEPER_READY_S = 10.0
@@ -82,6 +82,7 @@ class Lifeline:
         self.life = life
         self.tasks = tasks
         self.slots = slots
+        self.boxes: dict[int, int] = {}  # task -> its letter box
         self.pid: int | None = None
 
 
@@ -285,15 +286,15 @@ class LocalHost:
 
     def start(self, worker: int, life: int) -> None:
         self._end_lifeline(worker)
-        slots = self._busy + KEEPABLE
+        slots, boxes = self._busy + KEEPABLE, self._busy
         tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
-        fd, memory, stride = _sparse_file(slots + 1)
+        fd, memory, stride = _sparse_file(strides_for(slots, boxes))
         crash = new_file("crash", 0)
-        space = Slots(memory, stride, slots, self._busy)
+        space = Slots(memory, stride, slots, boxes)
         forks.watch_slots(space)
         line = self._lifelines[worker] = Lifeline(life, tasks_w, space)
         os.set_blocking(line.tasks, False)
-        order = encode(StartLife(worker, life, slots, stride))
+        order = encode(StartLife(worker, life, slots, boxes, stride))
         try:
             socket.send_fds(self._control, [order], [tasks_r, fd, crash])
         except OSError:
@@ -314,15 +315,15 @@ class LocalHost:
         if line is None or line.life != life:
             return
         slots = line.slots
-        slot = slots.take()
-        start = slot * slots.stride
+        box = line.boxes[task] = slots.take_box()
+        start = box * slots.stride
         size = len(payload)
         saved, count = self._journals.get(task, _NO_JOURNAL) if self._journals else _NO_JOURNAL
         slots.memory.view[start : start + size] = payload
         if count:
             slots.memory.view[start + size : start + size + len(saved)] = saved
         try:
-            os.write(line.tasks, TASK.pack(task, slot, size, len(saved), count))
+            os.write(line.tasks, TASK.pack(task, box, size, len(saved), count))
         except BrokenPipeError:
             pass  # it is dying: its Exited is on the way, and the task goes out again
 
@@ -386,6 +387,9 @@ class LocalHost:
         if line is None or line.life != life:
             return  # an earlier life; its memory went with it
         kind &= 0xFF
+        box = line.boxes.pop(task, None)
+        if box is not None:
+            line.slots.free_box(box)
         if mark and task >= self._floor:
             self.marks[worker] = mark
         if kind in (Kind.BATCH, Kind.ERROR):
@@ -419,7 +423,7 @@ class LocalHost:
                 line.slots.put_back(slot)
                 self._events.append(Exhausted(worker, life, task))
             case Kind.ABANDONED:
-                line.slots.put_back(slot)
+                pass  # its letter box is free already, and it had no slot
             case Kind.BATCH_IN_FILE:
                 line.slots.put_back(slot)
                 memory = self._file_of(record)

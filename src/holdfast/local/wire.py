@@ -16,7 +16,7 @@ from typing import NamedTuple
 from holdfast.core.messages import Cause, Place
 from holdfast.local.evidence import Evidence
 
-TASK = struct.Struct("<5q")  # task, slot, payload bytes, journal bytes behind it, samples in it
+TASK = struct.Struct("<5q")  # task, letter box, payload bytes, journal bytes behind it, samples in it
 RECORD = struct.Struct("<10q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 
@@ -39,6 +39,7 @@ class StartLife(NamedTuple):
     worker: int
     life: int
     slots: int
+    boxes: int
     stride: int
 
 

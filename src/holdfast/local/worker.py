@@ -26,7 +26,7 @@ from holdfast.local.pulse import (
 from holdfast.local.wire import MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
 from holdfast.shm.memory import Memory
-from holdfast.shm.slots import slot_view
+from holdfast.shm.slots import claim, slot_view, states_of, strides_for
 
 
 class Reply(NamedTuple):
@@ -67,6 +67,7 @@ class Wiring(NamedTuple):
     worker: int
     life: int
     slots: int
+    boxes: int
     stride: int
     tasks: int
     results: int
@@ -85,15 +86,16 @@ class Worker:
         self._job = job
         self._pulse = pulse
         self._memory: Memory
+        self._states: memoryview
 
     def run(self) -> None:
         """Boot, then work until the trainer closes the pipe."""
         linux.die_with_parent(self._wiring.keeper_pid)
         limits.raise_descriptor_limit()
-        # One slot more than there are tasks: what a failing boot has to say lies there.
-        size = (self._wiring.slots + 1) * self._wiring.stride
-        self._memory = Memory(self._wiring.memory, size)
-        os.close(self._wiring.memory)
+        wiring = self._wiring
+        self._memory = Memory(wiring.memory, strides_for(wiring.slots, wiring.boxes) * wiring.stride)
+        os.close(wiring.memory)
+        self._states = states_of(self._memory, wiring.slots)
         if self._boot():
             self._loop()
 
@@ -119,8 +121,9 @@ class Worker:
             self._job.boot(wiring.worker, wiring.life, self._pulse)
         except BaseException as error:  # user code: unpickling, worker_init_fn
             captured = raised.capture(error)
-            reply = self._job.pack_error(captured, *self._slot(wiring.slots))
-            self._announce(-1, wiring.slots, reply._replace(kind=Kind.BOOT_FAILED))
+            last = wiring.slots + wiring.boxes
+            reply = self._job.pack_error(captured, *self._slot(last))
+            self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
             return False
         if wiring.growth_bytes is not None:
             limits.limit_growth(wiring.growth_bytes)
@@ -134,13 +137,15 @@ class Worker:
     def _loop(self) -> None:
         pulse, words = self._pulse, self._pulse.words
         while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
-            for task, slot, size, saved, count in TASK_RECORD.iter_unpack(data):
+            for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
-                    self._announce(task, slot, Reply(Kind.ABANDONED))
+                    self._announce(task, -1, Reply(Kind.ABANDONED))
                     continue
+                letter, _ = self._slot(box)
+                slot = claim(self._states)
                 view, address = self._slot(slot)
                 words[TASK], words[SLOT] = task, slot
-                reply = self._job.run(view[:size], view[size : size + saved], count, view, address)
+                reply = self._job.run(letter[:size], letter[size : size + saved], count, view, address)
                 self._announce(task, slot, reply)
                 words[TASKS] += 1
                 pulse.enter(Stage.IDLE)

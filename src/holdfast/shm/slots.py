@@ -1,12 +1,17 @@
-"""Slots: one life's memory, cut into strides. Only the trainer hands slots out and takes them back.
+"""Slots: one life's memory, cut into strides.
 
-    take()            trainer, before a task is sent: a slot for it
-    lend(slot)        trainer, when a batch is opened without copying: the bytes, to be kept by tensors
-    put_back(slot)    trainer, when nobody looks at the slot
-    retire()          trainer, when the life is over: give back all but what is lent
+    slot 0 ... count-1 | a letter box per task that may be out | one in which a failing boot speaks, and the states
 
-Each life has a file of its own, so a late write of a dead worker can touch nobody else's bytes; that is all the
-generation a slot needs.
+A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* the lowest free slot
+when it begins a task, so as few as possible are ever touched; only the trainer *frees* one, when nobody looks at it
+any more. Each of the two writes a state byte in one direction only, so no lock is needed. Each life has a file of its
+own: a late write of a dead worker can touch nobody else's bytes, and that is all the generation a slot needs.
+
+    claim()             worker, when it begins a task
+    take_box()          trainer, before a task is sent; free_box() when its reply is there
+    lend(slot)          trainer, when a batch is opened without copying: the bytes, to be kept by tensors
+    put_back(slot)      trainer, when nobody looks at the slot
+    retire()            trainer, when the life is over: give back all but what is lent
 
 A lent slot is free again when the last view of it has died. Views are tensors and arrays of the user, and slices of
 them; they all hold on to one object, the *exporter*, and a weak reference to that tells us. Any thread may run that
@@ -31,6 +36,24 @@ SMALLEST_STRIDE = 1 << 20
 LARGEST_STRIDE = 8 << 30
 # Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
 KEEPABLE = 32
+FREE, CLAIMED = 0, 1
+
+
+def strides_for(count: int, busy: int) -> int:
+    """How many strides the file of a life has."""
+    return count + busy + 1
+
+
+def states_of(memory: Memory, count: int) -> memoryview:
+    """The state bytes: at the very end of the file."""
+    return memory.view[memory.size - count :]
+
+
+def claim(states: memoryview) -> int:
+    """The lowest free slot. There always is one: at most `busy` hold tasks, and what is lent has a bound."""
+    slot = bytes(states).index(FREE)
+    states[slot] = CLAIMED
+    return slot
 
 
 class ForkGuard:
@@ -65,13 +88,14 @@ def stride_for(slots: int) -> int:
 
 
 class Slots:
-    """The slots of one life, and who has them. `busy`: how many tasks may need one at once."""
+    """The trainer's side. `busy`: how many tasks may be out at once."""
 
     def __init__(self, memory: Memory, stride: int, count: int, busy: int) -> None:
         self.memory = memory
         self.stride = stride
         self.retired = False
-        self._free = list(range(count))[::-1]  # the last one back goes out first: warm
+        self._states = states_of(memory, count)
+        self._boxes = list(range(count, count + busy))[::-1]
         self._back: deque[int] = deque()
         self._lent: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
         self._lendable = count - busy
@@ -82,11 +106,15 @@ class Slots:
             "SlotBytes", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": stride}
         )
 
-    def take(self) -> int:
-        """A free slot. There always is one: at most `busy` are out for tasks, and what is lent has a bound."""
+    def take_box(self) -> int:
+        """A letter box for a task; there is one for each that may be out."""
         if self._back:
-            self._reclaim()
-        return self._free.pop()
+            self._reclaim()  # the worker looks for a free slot soon
+        return self._boxes.pop()
+
+    def free_box(self, box: int) -> None:
+        """The task that lay there is answered."""
+        self._boxes.append(box)
 
     def used(self, slot: int, size: int) -> None:
         """A batch of `size` bytes came in this slot."""
@@ -119,14 +147,14 @@ class Slots:
     def put_back(self, slot: int) -> None:
         """Nobody looks at this slot: it may be used again."""
         if slot >= len(self._used):
-            return  # the one beyond, in which a failing boot speaks
+            return  # the last one, in which a failing boot speaks
+        start = slot * self.stride
         if self.retired:
-            self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
+            self.memory.give_back(start, start + self.stride)
         elif self._used[slot] > 2 * self._usual + SMALLEST_STRIDE:
-            start = slot * self.stride
             self.memory.give_back(start + int(self._usual), start + self._used[slot])
             self._used[slot] = int(self._usual)
-        self._free.append(slot)
+        self._states[slot] = FREE
 
     def _reclaim(self) -> None:
         for _ in range(len(self._back)):
@@ -155,8 +183,9 @@ class Slots:
         """The life is over. Give back all but what is lent, or finished and not yet opened."""
         self.retired = True
         self._reclaim()
-        for slot in self._free:
-            self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
+        for slot in range(len(self._used)):
+            if self._states[slot] == FREE:
+                self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
 
 
 def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:
