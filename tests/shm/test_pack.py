@@ -114,9 +114,15 @@ def test_strided_tensors():
         assert torch.equal(cross(tensor), tensor)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_odd_tensors():
     sparse = torch.eye(4).to_sparse()
     assert torch.equal(cross(sparse).to_dense(), torch.eye(4))
+    nested = torch.nested.nested_tensor([torch.rand(2), torch.rand(3)])
+    assert all(torch.equal(a, b) for a, b in zip(cross(nested).unbind(), nested.unbind(), strict=True))
+    there = memory()
+    spec = Packer(spawning=True).pack([sparse, nested], SlotSpace(there.view, there.address))
+    assert torch.equal(unpack(there.view, *spec, there.export)[0].to_dense(), torch.eye(4))
     grad = torch.rand(3, requires_grad=True)
     assert cross(grad).requires_grad and torch.equal(cross(grad), grad)
     parameter = torch.nn.Parameter(torch.rand(3))

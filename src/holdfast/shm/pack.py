@@ -146,6 +146,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Dense numbers in this machine's memory, and nothing else to it."""
     return not (
         tensor.requires_grad
+        or tensor.is_nested
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
         or tensor.is_quantized
@@ -153,6 +154,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         or tensor.is_neg()
         or tensor.__dict__
     )
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """True for one whose memory other processes see; a sparse or nested one is asked by its parts."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _buffer(array: Any) -> pickle.PickleBuffer:
@@ -265,8 +272,7 @@ class Packer:
             self._table += (self._space.put(raw), raw.nbytes)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        shared: bool = self._spawning and tensor.is_shared()  # type: ignore[no-untyped-call]
-        if shared or (self._spawning and tensor.device.type != "cpu"):
+        if self._spawning and (tensor.device.type != "cpu" or _is_shared(tensor)):
             return self._shared[torch.Tensor](tensor)
         if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
