@@ -194,6 +194,20 @@ def test_in_order_false_gives_each_once():
     assert sorted(flat(loader)) == list(range(60))
 
 
+def test_a_death_is_noticed_while_the_others_keep_the_trainer_busy():
+    """in_order=False, and a trainer slower than the workers: there is always a batch ready."""
+    loader = DataLoader(Numbers(800), batch_size=8, num_workers=2, in_order=False)
+    iterator = iter(loader)
+    noticed = None
+    for step, _ in enumerate(iterator):
+        time.sleep(0.01)
+        if step == 10:
+            os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        if noticed is None and loader.stats()["restarts"]:
+            noticed = step
+    assert noticed is not None and noticed < 40
+
+
 def test_getitems():
     assert flat(DataLoader(Getitems(), batch_size=5, num_workers=2)) == list(range(24))
 
@@ -335,7 +349,7 @@ def test_labels_alone_keep_only_labels():
 
 def test_batches_larger_than_a_slot():
     """They get a file of their own."""
-    from holdfast.local import host
+    from holdfast.local import lifeline as host
 
     before = host.stride_for
     host.stride_for = lambda slots: 1 << 20

@@ -30,7 +30,8 @@ from holdfast.loader import seeds
 from holdfast.loader.fetch import Trouble
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.tell import Teller
-from holdfast.local.host import LocalHost, Parcel, WorkerHandle
+from holdfast.local.host import LocalHost
+from holdfast.local.lifeline import Parcel, WorkerHandle
 from holdfast.policy import Policy
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.

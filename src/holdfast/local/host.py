@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
 from holdfast.core.host import Silence
 from holdfast.core.messages import (
@@ -32,6 +32,7 @@ from holdfast.errors import HoldfastError
 from holdfast.local import birth, forks, linux
 from holdfast.local.evidence import Evidence
 from holdfast.local.keeper import Orders
+from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, exit_code, sparse_file
 from holdfast.local.pulse import FLOOR, JOURNAL_BYTES, JOURNALLED, PAGE, SLOT, Pulse
 from holdfast.local.wire import (
     MAGIC,
@@ -51,72 +52,13 @@ from holdfast.local.wire import (
 from holdfast.local.worker import Job
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import unpack
-from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Slots, stride_for, strides_for
+from holdfast.shm.slots import KEEPABLE, Slots, strides_for
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
 KEEPER_READY_S = 10.0
 # What workers get to leave by themselves once there is no more work, before they are killed.
 GRACE_S = 1.0
-# How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
-START_S = 10.0
 _NO_JOURNAL = (b"", 0)
-
-
-class Parcel(NamedTuple):
-    """A finished batch that lies in a slot, or in a file of its own."""
-
-    slots: Slots | None
-    slot: int
-    file: Memory | None
-    where: int
-    buffers: int
-    spec_bytes: int
-    failed: bool
-    worker: int
-
-
-class Lifeline:
-    """The trainer's ends of one life."""
-
-    def __init__(self, life: int, tasks: int, slots: Slots) -> None:
-        self.life = life
-        self.tasks = tasks
-        self.slots = slots
-        self.boxes: dict[int, int] = {}  # task -> its letter box
-        self.pid: int | None = None
-
-
-class WorkerHandle:
-    """What third parties expect of a worker process: pid, is_alive(), exitcode, join()."""
-
-    def __init__(self, host: "LocalHost", worker: int) -> None:
-        self._host = host
-        self._worker = worker
-        self.name = f"holdfast-worker-{worker}"
-        self.daemon = True
-        self.exitcode: int | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return self._host.pid_of(self._worker, START_S)
-
-    def is_alive(self) -> bool:
-        if self._host.closed:
-            return False
-        pid = self.pid
-        return pid is None or linux.process_state(pid) not in ("", "Z")
-
-    def terminate(self) -> None:
-        """End this process; a new one takes its place if there is work left."""
-        if self.is_alive() and self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    kill = terminate
-
-    def join(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.is_alive() and (deadline is None or time.monotonic() < deadline):
-            time.sleep(0.005)
 
 
 class LocalHost:
@@ -288,7 +230,7 @@ class LocalHost:
         self._end_lifeline(worker)
         slots, boxes = self._busy + KEEPABLE, self._busy
         tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
-        fd, memory, stride = _sparse_file(strides_for(slots, boxes))
+        fd, memory, stride = sparse_file(strides_for(slots, boxes))
         crash = new_file("crash", 0)
         space = Slots(memory, stride, slots, boxes)
         forks.watch_slots(space)
@@ -338,7 +280,12 @@ class LocalHost:
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]:
         self._thread = threading.get_ident()
-        self._drain()
+        # The keeper is listened to each time, also while other workers keep us busy.
+        for fd, _ in self._poll.poll(0):
+            if fd == self._results:
+                self._drain()
+            else:
+                self._hear_keeper()
         if not self._events:
             self._sleep(timeout_s)
         events, self._events = self._events, []
@@ -479,7 +426,7 @@ class LocalHost:
             if isinstance(message, LifeQuiet):
                 self._believe(message)
             elif isinstance(message, LifeEnded):
-                self.workers[message.worker].exitcode = _exit_code(message)
+                self.workers[message.worker].exitcode = exit_code(message)
 
     def leftovers(self) -> list[Silence]:
         """After close(): incidents that nobody has heard of yet."""
@@ -498,7 +445,7 @@ class LocalHost:
             case LifeEnded(worker, life, at, cause, code, on, evidence):
                 self._drain()  # what it finished comes before its death
                 self._take_journal(worker, life, on)
-                self.workers[worker].exitcode = _exit_code(message)
+                self.workers[worker].exitcode = exit_code(message)
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
             case LifeQuiet(worker, life, what, code, on, evidence):
                 self._events.append(Silence(worker, life, what, code, on, evidence))
@@ -564,28 +511,3 @@ class LocalHost:
     def discard(self, result: object) -> None:
         if isinstance(result, Parcel) and result.slots is not None:
             result.slots.put_back(result.slot)
-
-
-def _exit_code(ended: LifeEnded) -> int:
-    """As multiprocessing has it: negative for a signal."""
-    return ended.code if ended.cause is Cause.EXIT else -ended.code
-
-
-def _sparse_file(slots: int) -> tuple[int, Memory, int]:
-    """(descriptor, mapping, stride) of a file with that many slots: as wide as the limits on size allow."""
-    stride = stride_for(slots)
-    while True:
-        try:
-            fd = new_file("batches", slots * stride)
-        except OSError:
-            if stride <= SMALLEST_STRIDE:
-                raise
-        else:
-            try:
-                return fd, Memory(fd, slots * stride), stride
-            except OSError:
-                os.close(fd)
-                if stride <= SMALLEST_STRIDE:
-                    raise
-        stride //= 4
-        stride = max(stride, SMALLEST_STRIDE)
