@@ -10,7 +10,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import SMALL, FileSpace, Full, Packer, SlotSpace, unpack
+from holdfast.shm.pack import SMALL, Packer, unpack
+from holdfast.shm.place import FileSpace, Full, SlotSpace
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -27,7 +27,8 @@ from holdfast.local.wire import Kind
 from holdfast.local.worker import Reply
 from holdfast.policy import Policy
 from holdfast.shm.memory import new_file
-from holdfast.shm.pack import TORCH_TWIN, FileSpace, Full, Packer, SlotSpace, tensor_in
+from holdfast.shm.pack import Packer
+from holdfast.shm.place import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,6 @@ class Recipe:
     base_seed: int
     shared_seed: int | None
     policy: Policy
-
-
-# Samples from this size on are copied by numpy: as fast as torch.stack, or up to twice as fast where they are warm.
-_LARGE = 256 << 10
 
 
 class SlotStack:
@@ -81,12 +78,11 @@ class SlotStack:
         if self.space is None or type(first) is not torch.Tensor or first.device.type != "cpu":
             return torch.stack(batch, 0)
         try:
-            out = tensor_in(self.space, first.dtype, (len(batch), *first.shape))
-            if out is None:
-                return torch.stack(batch, 0)
-            if first.nbytes >= _LARGE and _copy_tensors(batch, out):
+            out = self.space.tensor(first.dtype, (len(batch), *first.shape))
+            if out is not None:
+                stack_tensors(batch, out)
                 return out
-            return torch.stack(batch, 0, out=out)
+            return torch.stack(batch, 0)
         except (Full, RuntimeError):
             return torch.stack(batch, 0)  # works (mixed dtypes, grad), or raises what the user must see
 
@@ -95,33 +91,12 @@ class SlotStack:
         dtype = TORCH_TWIN.get(first.dtype)
         if self.space is not None and dtype is not None and type(first) is np.ndarray:
             try:
-                out = tensor_in(self.space, dtype, (len(batch), *first.shape))
-                if out is not None and _copy_arrays(batch, out.numpy()):
+                out = self.space.tensor(dtype, (len(batch), *first.shape))
+                if out is not None and stack_arrays(batch, out):
                     return out
             except Full:
                 pass  # the plain way
         return self._torch_arrays(batch, collate_fn_map=collate_fn_map)
-
-
-def _copy_tensors(batch: Any, out: torch.Tensor) -> bool:
-    """False when they are not all alike. `numpy()` refuses grad, conjugates and other devices by RuntimeError."""
-    into = out.numpy()
-    dtype, shape = into.dtype, into.shape[1:]
-    for place, tensor in enumerate(batch):
-        array = tensor.numpy()
-        if array.dtype is not dtype or array.shape != shape or type(tensor) is not torch.Tensor:
-            return False
-        into[place] = array
-    return True
-
-
-def _copy_arrays(batch: Any, into: Any) -> bool:
-    dtype, shape = into.dtype, into.shape[1:]
-    for place, array in enumerate(batch):
-        if array.dtype is not dtype or array.shape != shape:
-            return False
-        into[place] = array
-    return True
 
 
 class LoaderJob:
@@ -180,9 +155,8 @@ class LoaderJob:
 
     # Tasks ---------------------------------------------------------------------------------------------------------
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, slot: memoryview, address: int) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
         asked = pickle.loads(payload)
-        space = SlotSpace(slot, address)
         try:
             if self._recipe.iterable:
                 return self._stream_batch(asked, space)
@@ -191,14 +165,15 @@ class LoaderJob:
             self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
                 left = memoryview(bytes(saved))  # the slot is written again
-                draw.journal = Journal(self._packer, slot, address, self._pulse.words, len(draw.indices))
+                draw.journal = Journal(self._packer, space, self._pulse.words, len(draw.indices))
                 draw.done = draw.journal.restore(left, count)
             return self._map_batch(draw, base_seed, number, space)
         except Failed as failed:
             failure = failed.to_failure()
         except (CannotSend, StreamBroken) as error:
             failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
-        return Reply(Kind.ERROR, *self._packer.pack(failure, SlotSpace(slot, address)), mark=self._mark())
+        space.clear()
+        return Reply(Kind.ERROR, *self._packer.pack(failure, space), mark=self._mark())
 
     def _map_batch(self, draw: Draw, base_seed: int, number: int, space: SlotSpace) -> Reply:
         fetcher = self._map
@@ -276,5 +251,5 @@ class LoaderJob:
         """Where a stream is: the next life must come to the same."""
         return self._stream.print if self._stream is not None else 0
 
-    def pack_error(self, error: Raised, slot: memoryview, address: int) -> Reply:
-        return birth.pack_error(error, slot, address)
+    def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
+        return birth.pack_error(error, space)

@@ -12,7 +12,8 @@ from typing import Any
 
 from holdfast.loader import seeds
 from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED
-from holdfast.shm.pack import Packer, SlotSpace, unpack
+from holdfast.shm.pack import Packer, unpack
+from holdfast.shm.place import SlotSpace
 
 _ENTRY = struct.Struct("<QQQ")
 
@@ -20,13 +21,11 @@ _ENTRY = struct.Struct("<QQQ")
 class Journal:
     """One task's. `saved` is what the last life left; it is copied out at once, for the slot is written again."""
 
-    def __init__(self, packer: Packer, slot: memoryview, address: int, words: Any, samples: int) -> None:
+    def __init__(self, packer: Packer, space: SlotSpace, words: Any, samples: int) -> None:
         self._packer = packer
-        self._slot = slot
+        self._space = space
         self._words = words
-        self._samples = samples
-        self._space = SlotSpace(slot, address)
-        self._space.reserve(_ENTRY.size * samples)
+        space.room(_ENTRY.size * samples)
         self._open = True
         words[JOURNALLED] = words[JOURNAL_BYTES] = 0
 
@@ -55,7 +54,7 @@ class Journal:
             self.close()
             return
         number = words[JOURNALLED]
-        _ENTRY.pack_into(self._slot, number * _ENTRY.size, *entry)
+        _ENTRY.pack_into(self._space.view, number * _ENTRY.size, *entry)
         words[JOURNAL_BYTES] = self._space.end
         words[JOURNALLED] = number + 1
 
@@ -66,3 +65,4 @@ class Journal:
     def discard(self) -> None:
         """The slot is about to be written by the batch itself."""
         self._words[JOURNALLED] = 0
+        self._space.clear()

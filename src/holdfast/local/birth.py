@@ -24,7 +24,8 @@ from holdfast.local.pulse import Pulse
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Job, Reply
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import FileSpace, Packer, SlotSpace, unpack
+from holdfast.shm.pack import Packer, unpack
+from holdfast.shm.place import FileSpace, SlotSpace
 
 
 class Package:
@@ -63,19 +64,18 @@ class Package:
         view = self._memory.view
         self._job = unpack(view, *self._spec, lambda: view)
         self._job.boot(worker, life, pulse)
-
-    def run(self, payload: memoryview, saved: memoryview, count: int, slot: memoryview, address: int) -> Reply:
-        assert self._job is not None
         self.run = self._job.run  # type: ignore[method-assign]  # straight on, from now on
-        return self._job.run(payload, saved, count, slot, address)
 
-    def pack_error(self, error: raised.Raised, slot: memoryview, address: int) -> Reply:
-        return pack_error(error, slot, address)
+    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
+        raise AssertionError("boot comes first")
+
+    def pack_error(self, error: raised.Raised, space: SlotSpace) -> Reply:
+        return pack_error(error, space)
 
 
-def pack_error(error: raised.Raised, slot: memoryview, address: int) -> Reply:
+def pack_error(error: raised.Raised, space: SlotSpace) -> Reply:
     """An exception into a slot, as every job does it."""
-    return Reply(Kind.ERROR, *Packer().pack(error, SlotSpace(slot, address)))
+    return Reply(Kind.ERROR, *Packer().pack(error, space))
 
 
 class Cord:

@@ -26,6 +26,7 @@ from holdfast.local.pulse import (
 from holdfast.local.wire import MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
 from holdfast.shm.memory import Memory
+from holdfast.shm.place import SlotSpace
 from holdfast.shm.slots import claim, slot_view, states_of, strides_for
 
 
@@ -51,13 +52,13 @@ class Job(Protocol):
     def boot(self, worker: int, life: int, pulse: Pulse) -> None:
         """In the new worker, once; what it raises ends the run."""
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, slot: memoryview, address: int) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
         """One task: its payload in, its batch into the slot. Raises nothing that user code raised.
 
         `saved` is what the last life had done of it: `count` samples.
         """
 
-    def pack_error(self, error: raised.Raised, slot: memoryview, address: int) -> Reply:
+    def pack_error(self, error: raised.Raised, space: SlotSpace) -> Reply:
         """An exception into the slot."""
 
 
@@ -122,7 +123,7 @@ class Worker:
         except BaseException as error:  # user code: unpickling, worker_init_fn
             captured = raised.capture(error)
             last = wiring.slots + wiring.boxes
-            reply = self._job.pack_error(captured, *self._slot(last))
+            reply = self._job.pack_error(captured, self._space(last))
             self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
             return False
         if wiring.growth_bytes is not None:
@@ -131,21 +132,27 @@ class Worker:
         self._announce(-1, -1, Reply(Kind.BOOTED))
         return True
 
-    def _slot(self, slot: int) -> tuple[memoryview, int]:
-        return slot_view(self._memory, self._wiring.stride, slot)
+    def _space(self, slot: int) -> SlotSpace:
+        return SlotSpace(*slot_view(self._memory, self._wiring.stride, slot))
 
     def _loop(self) -> None:
-        pulse, words = self._pulse, self._pulse.words
+        pulse, words, run, states = self._pulse, self._pulse.words, self._job.run, self._states
+        view, stride = self._memory.view, self._wiring.stride
+        spaces: dict[int, SlotSpace] = {}
         while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
                     self._announce(task, -1, Reply(Kind.ABANDONED))
                     continue
-                letter, _ = self._slot(box)
-                slot = claim(self._states)
-                view, address = self._slot(slot)
+                slot = claim(states)
+                space = spaces.get(slot)
+                if space is None:
+                    space = spaces[slot] = self._space(slot)
+                space.clear()
                 words[TASK], words[SLOT] = task, slot
-                reply = self._job.run(letter[:size], letter[size : size + saved], count, view, address)
+                letter = box * stride
+                end = letter + size
+                reply = run(view[letter:end], view[end : end + saved], count, space)
                 self._announce(task, slot, reply)
                 words[TASKS] += 1
                 pulse.enter(Stage.IDLE)

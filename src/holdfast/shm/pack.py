@@ -1,16 +1,14 @@
 """A nested batch <-> (spec, buffers): pickle protocol 5, with the bulk out of band.
 
-The worker packs: the structure becomes a pickle, the *spec*; the bytes of tensors and arrays are put into a `Space`
-(a slot, or a file of their own) and remembered in a table of (offset, size). The trainer unpacks: small leaves are
-copied out, so that a kept label does not hold on to its batch; large ones are views, without a copy.
+The worker packs: the structure becomes a pickle, the *spec*; the bytes of tensors and arrays are put into a space
+(see shm/place.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
+that a kept label does not hold on to its batch; large ones are views, without a copy.
 
 Everything that pickles crosses. Plain dense tensors have a short way of their own; other kinds (sparse, quantized,
 subclasses, those that require grad) go torch's way, with their storages out of band.
 """
 
 import io
-import math
-import os
 import pickle
 import struct
 from collections import ChainMap
@@ -23,89 +21,17 @@ import cloudpickle
 import numpy as np
 import torch
 
+from holdfast.shm.place import CODES, TWINS, AnySpace
+
 # Leaves below this are copied out of the slot.
 SMALL = 256 << 10
-ALIGN = 64
-
-
-class Full(Exception):
-    """The slot's stride is too small for this batch."""
-
-
-class SlotSpace:
-    """A slot, filled from its start. `reserve` gives room that the caller fills in place."""
-
-    def __init__(self, view: memoryview, address: int) -> None:
-        self._view = view
-        self._address = address
-        self.end = 0
-        self._in_place: dict[int, tuple[int, int]] = {}
-
-    def _room(self, size: int) -> int:
-        start = -(-self.end // ALIGN) * ALIGN
-        if start + size > len(self._view):
-            raise Full
-        self.end = start + size
-        return start
-
-    def put(self, raw: memoryview) -> int:
-        start = self._room(raw.nbytes)
-        self._view[start : self.end] = raw
-        return start
-
-    def reserve(self, size: int) -> memoryview:
-        """Room for `size` bytes that the caller writes itself."""
-        start = self._room(size)
-        self._in_place[self._address + start] = (start, size)
-        return self._view[start : self.end]
-
-    def lies_at(self, address: int, size: int) -> int | None:
-        """The offset of bytes that were written in place; None for any others."""
-        found = self._in_place.get(address)
-        return found[0] if found is not None and found[1] == size else None
-
-
-class FileSpace:
-    """A file of its own, for what no slot can hold; it grows as it is written."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.size = 0
-
-    def put(self, raw: memoryview) -> int:
-        start = -(-self.size // ALIGN) * ALIGN
-        done = 0
-        while done < raw.nbytes:
-            done += os.pwrite(self._fd, raw[done:], start + done)
-        self.size = start + raw.nbytes
-        return start
-
-    def lies_at(self, address: int, size: int) -> int | None:
-        return None
 
 
 # Leaves -----------------------------------------------------------------------------------------------------------
 
-_NUMPY_TWIN: dict[torch.dtype, Any] = {
-    torch.float32: np.dtype(np.float32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint8: np.dtype(np.uint8),
-    torch.float64: np.dtype(np.float64),
-    torch.int32: np.dtype(np.int32),
-    torch.float16: np.dtype(np.float16),
-    torch.bool: np.dtype(np.bool_),
-    torch.int16: np.dtype(np.int16),
-    torch.int8: np.dtype(np.int8),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-}
-TORCH_TWIN = {twin: dtype for dtype, twin in _NUMPY_TWIN.items()}
-_CODES = {dtype: code for code, dtype in enumerate(_NUMPY_TWIN)}
-_TWINS = list(_NUMPY_TWIN.values())
-
 
 def _tensor(raw: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    return torch.from_numpy(np.ndarray(shape, _TWINS[code], raw, 0, strides))
+    return torch.from_numpy(np.ndarray(shape, TWINS[code], raw, 0, strides))
 
 
 def _odd_tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -135,8 +61,6 @@ def _array(raw: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...
 
 # Stands for a leaf whose bytes are in the slot already.
 _IN_PLACE = pickle.PickleBuffer(bytearray())
-
-AnySpace = SlotSpace | FileSpace
 
 # Batches of ever new shapes (variable length text) must not fill the memory.
 _MOST_SPECS = 512
@@ -232,26 +156,22 @@ class Packer:
                 return None
         else:
             return None
+        placed = self._space.placed
         shapes = []
         table: list[int] = []
         for leaf in leaves:
-            if type(leaf) is not torch.Tensor or not _is_plain(leaf):
+            there = placed.get(id(leaf))
+            if there is not None:
+                shape, offset, size = there
+            elif type(leaf) is torch.Tensor and _is_plain(leaf) and leaf.is_contiguous() and leaf.dtype in CODES:
+                shape, size = (CODES[leaf.dtype], *leaf.shape), leaf.nbytes
+                offset = self._space.put(_buffer(leaf.numpy()).raw())
+            else:
                 return None
-            code = _CODES.get(leaf.dtype)
-            if code is None or not leaf.is_contiguous():
-                return None
-            shapes.append((code, *leaf.shape))
-            table += self._place(leaf)
+            shapes.append(shape)
+            table += (offset, size)
         self._table = table
         return kind, keys, tuple(shapes)
-
-    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """(offset, size) of a contiguous tensor's bytes, which are copied unless they are in the slot already."""
-        size = tensor.nbytes
-        offset = self._space.lies_at(tensor.data_ptr(), size)
-        if offset is None:
-            offset = self._space.put(_buffer(tensor.numpy()).raw())
-        return offset, size
 
     def _remember(self, shape_key: tuple[Any, ...], spec: bytes) -> None:
         if len(self._specs) >= _MOST_SPECS:
@@ -272,12 +192,16 @@ class Packer:
             self._table += (self._space.put(raw), raw.nbytes)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        placed = self._space.placed.get(id(tensor))
+        if placed is not None:
+            self._table += (placed.offset, placed.size)
+            return _tensor, (_IN_PLACE, placed.shape[0], placed.shape[1:])
         if self._spawning and (tensor.device.type != "cpu" or _is_shared(tensor)):
             return self._shared[torch.Tensor](tensor)
         if not _is_plain(tensor):
             return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         shape = tuple(tensor.shape)
-        code = _CODES.get(tensor.dtype)
+        code = CODES.get(tensor.dtype)
         if code is None:
             raw = _buffer(_bytes_of(tensor))
             return _odd_tensor, (raw, tensor.dtype, shape)
@@ -288,10 +212,6 @@ class Packer:
                 raw = _buffer(array.transpose(order))
                 return _tensor, (raw, code, shape, array.strides)
             tensor = tensor.contiguous()
-        offset = self._space.lies_at(tensor.data_ptr(), tensor.nbytes)
-        if offset is not None:
-            self._table += (offset, tensor.nbytes)
-            return _tensor, (_IN_PLACE, code, shape)
         return _tensor, (_buffer(tensor.numpy()), code, shape)
 
     def _reduce_array(self, array: Any) -> Any:
@@ -345,12 +265,3 @@ def _leaves(view: memoryview, table: tuple[int, ...], lend: Callable[[], memoryv
             yield shared[start : start + size]
         else:
             yield bytearray(view[start : start + size])
-
-
-def tensor_in(space: SlotSpace, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A tensor in the slot, to be filled in place; None for a dtype without a numpy twin. Raises `Full`."""
-    twin = _NUMPY_TWIN.get(dtype)
-    size = math.prod(shape)
-    if twin is None or not size:
-        return None
-    return torch.from_numpy(np.ndarray(shape, twin, space.reserve(size * twin.itemsize)))

@@ -1,0 +1,152 @@
+"""Where a batch's bytes go: a slot, or a file of their own.
+
+A tensor that is collated straight into a slot is made once for each place, dtype and shape, and used again whenever
+the slot is: making it costs more than a small batch does.
+"""
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+try:
+    from holdfast.shm._stream import copy_all
+except ImportError:  # built without a compiler: torch and numpy copy instead
+    copy_all = None  # type: ignore[assignment]
+
+ALIGN = 64
+# Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
+STREAMED = 1 << 20
+# Tensors kept for one slot. Batches of ever new shapes (variable length text) must not fill the memory.
+MOST_MADE = 64
+
+NUMPY_TWIN: dict[torch.dtype, Any] = {
+    torch.float32: np.dtype(np.float32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint8: np.dtype(np.uint8),
+    torch.float64: np.dtype(np.float64),
+    torch.int32: np.dtype(np.int32),
+    torch.float16: np.dtype(np.float16),
+    torch.bool: np.dtype(np.bool_),
+    torch.int16: np.dtype(np.int16),
+    torch.int8: np.dtype(np.int8),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+TORCH_TWIN = {twin: dtype for dtype, twin in NUMPY_TWIN.items()}
+CODES = {dtype: code for code, dtype in enumerate(NUMPY_TWIN)}
+TWINS = list(NUMPY_TWIN.values())
+
+
+class Full(Exception):
+    """The slot's stride is too small for this batch."""
+
+
+class Placed(NamedTuple):
+    """A tensor that lies in the slot already. `shape` begins with the code of its dtype."""
+
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class SlotSpace:
+    """A slot, filled from its start. Which process: its worker, in its main thread."""
+
+    def __init__(self, view: memoryview, address: int) -> None:
+        self.view = view
+        self._address = address
+        self._made: dict[tuple[int, torch.dtype, tuple[int, ...]], tuple[torch.Tensor, Placed]] = {}
+        self.end = 0
+        self.placed: dict[int, Placed] = {}  # id of a tensor made for this batch -> where it lies
+
+    def clear(self) -> None:
+        """Begin again at its start."""
+        self.end = 0
+        self.placed.clear()
+        if len(self._made) > MOST_MADE:  # not in the middle of a batch: `placed` goes by identity
+            self._made.clear()
+
+    def room(self, size: int) -> int:
+        """The offset of `size` bytes for the caller to write."""
+        start = -(-self.end // ALIGN) * ALIGN
+        if start + size > len(self.view):
+            raise Full
+        self.end = start + size
+        return start
+
+    def put(self, raw: memoryview) -> int:
+        start = self.room(raw.nbytes)
+        self.view[start : self.end] = raw
+        return start
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """A tensor in the slot, to be filled in place; None for a dtype without a numpy twin. Raises `Full`."""
+        twin = NUMPY_TWIN.get(dtype)
+        if twin is None:
+            return None
+        size = math.prod(shape) * twin.itemsize
+        if not size:
+            return None
+        start = self.room(size)
+        made = self._made.get((start, dtype, shape))
+        if made is None:
+            tensor = torch.from_numpy(np.ndarray(shape, twin, self.view[start : self.end]))
+            made = self._made[start, dtype, shape] = tensor, Placed((CODES[dtype], *shape), start, size)
+        self.placed[id(made[0])] = made[1]
+        return made[0]
+
+
+class FileSpace:
+    """A file of its own, for what no slot can hold; it grows as it is written."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.size = 0
+        self.placed: dict[int, Placed] = {}
+
+    def put(self, raw: memoryview) -> int:
+        start = -(-self.size // ALIGN) * ALIGN
+        done = 0
+        while done < raw.nbytes:
+            done += os.pwrite(self._fd, raw[done:], start + done)
+        self.size = start + raw.nbytes
+        return start
+
+
+AnySpace = SlotSpace | FileSpace
+
+
+def stack_tensors(samples: list[Any], out: torch.Tensor) -> None:
+    """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
+    dtype = out.dtype
+    if copy_all is not None and out.nbytes >= STREAMED and not dtype.is_complex:
+        shape = out.shape[1:]
+        sources: list[object] = []
+        for sample in samples:
+            if type(sample) is not torch.Tensor or sample.dtype is not dtype or sample.shape != shape:
+                break
+            if not (sample.is_cpu and sample.is_contiguous()) or sample.is_neg() or sample.requires_grad:
+                break
+            sources.append(sample.data_ptr())
+        else:
+            copy_all(out.data_ptr(), out.nbytes // len(sources), sources)
+            return
+    torch.stack(samples, 0, out=out)
+
+
+def stack_arrays(samples: list[Any], out: torch.Tensor) -> bool:
+    """False when they are not all alike."""
+    into = out.numpy()
+    dtype, shape = into.dtype, into.shape[1:]
+    for sample in samples:
+        if type(sample) is not np.ndarray or sample.dtype is not dtype or sample.shape != shape:
+            return False
+    if copy_all is not None and out.nbytes >= STREAMED and all(sample.flags.c_contiguous for sample in samples):
+        copy_all(out.data_ptr(), out.nbytes // len(samples), samples)
+        return True
+    for place, sample in enumerate(samples):
+        into[place] = sample
+    return True
