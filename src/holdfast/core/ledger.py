@@ -232,13 +232,11 @@ class Ledger:
         self._progress()
         self._proven = True
         task.done, task.result = True, event.result
-        actions: list[Action] = []
         self._seen += task.samples
         if event.bad:
             self._bad += event.bad
-            actions += self._breaker()
-        actions += self._deliver()
-        return actions
+            return [*self._breaker(), *self._deliver()]
+        return self._deliver()
 
     def _deliver(self) -> list[Action]:
         actions: list[Action] = []
@@ -246,23 +244,23 @@ class Ledger:
             while (task := self._tasks.get(self._turn)) is not None and task.done:
                 del self._tasks[self._turn]
                 self._turn += 1
-                actions += self._end_of(task)
+                self._end(task, actions)
         else:
             for task in [t for t in self._tasks.values() if t.done]:
                 del self._tasks[task.id]
-                actions += self._end_of(task)
+                self._end(task, actions)
         return actions
 
-    def _end_of(self, task: Task) -> list[Action]:
+    def _end(self, task: Task, actions: list[Action]) -> None:
         """Its place with its worker is free now, not before: a finished batch that waits for its turn is memory."""
-        end = Drop(task.id) if task.result is None else Deliver(task.id, task.result)
-        if task.worker < 0:
-            return [end]
+        actions.append(Drop(task.id) if task.result is None else Deliver(task.id, task.result))
+        if self._streams or self._round_robin:
+            return
         worker = self._workers[task.worker]
         if self._backlog:
-            return [end, self._give(worker, self._backlog.popleft())]
-        self._capacity.append(worker)
-        return [end]
+            actions.append(self._give(worker, self._backlog.popleft()))
+        else:
+            self._capacity.append(worker)
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]

@@ -27,7 +27,6 @@ from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
-from holdfast.loader.fetch import Trouble
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.tell import Teller
 from holdfast.local.host import LocalHost
@@ -249,35 +248,28 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _open(self, task: int, asked: Any, result: object) -> tuple[Any] | None:
         """The batch in a 1-tuple; None where nothing was left of it. Raises what the user must see."""
-        batch_number = task - self._first_task
         if isinstance(result, Lost):
             self._at_hand = {task: asked}
             raise self._teller.lost(result)
         assert isinstance(result, Parcel)
         content = self._host.take_out(result)
         if result.failed:
-            raise self._teller.failure(content, batch_number, result.worker)
+            raise self._teller.failure(content, task - self._first_task, result.worker)
         notes, batch = content
-        self._count_samples(asked, notes)
-        if notes is not None:
-            self._take_notes(notes, batch_number, result.worker)
+        counts = self._record.counts
+        if notes is None:
+            counts["samples"] += len(asked) if self._auto_collation else 1
+        else:
+            counts["samples"] += self._take_notes(notes, asked, task - self._first_task, result.worker)
             if batch is None and not self._iterable:
                 return None
-        self._record.counts["batches"] += 1
+        counts["batches"] += 1
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         self._num_yielded += 1
         if self._iterable and self._IterableDataset_len_called is not None:
             self._warn_of_length()
         return (batch,)
-
-    def _count_samples(self, asked: Any, notes: Any) -> None:
-        if self._iterable:
-            samples = notes[2]
-            troubles: list[Trouble] = []
-        else:
-            samples, troubles = len(asked) if self._auto_collation else 1, notes or []
-        self._record.counts["samples"] += samples - sum(t.fate == "skipped" for t in troubles)
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
@@ -302,14 +294,18 @@ class WorkerIterator(_BaseDataLoaderIter):
             return asked
         return asked[position] if position < len(asked) else None
 
-    def _take_notes(self, notes: Any, batch: int, worker: int) -> None:
-        troubles = notes
+    def _take_notes(self, notes: Any, asked: Any, batch: int, worker: int) -> int:
+        """What went wrong on the way to a batch, and a stream's place after it; gives how many samples are in it."""
         if self._iterable:
-            troubles, snapshot, _ = notes
+            troubles, snapshot, samples = notes
             if snapshot is not None:
                 self._snapshots[worker] = snapshot
-        for trouble in troubles or ():
+        else:
+            troubles = notes
+            samples = (len(asked) if self._auto_collation else 1) - sum(t.fate == "skipped" for t in troubles)
+        for trouble in troubles:
             self._teller.trouble(trouble, batch, worker)
+        return int(samples)
 
     def _raise_stop(self) -> None:
         """Going on would not help."""

@@ -59,6 +59,8 @@ def _in_parent() -> None:
 def _in_child() -> None:
     while _guards:
         _guards.pop().in_child()
+    for slots in list(_slots):
+        slots.disarm()
     for host in list(_open_hosts):
         host.close_in_child()
     _open_hosts.clear()

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, assert_never
@@ -60,6 +61,7 @@ KEEPER_READY_S = 10.0
 GRACE_S = 1.0
 # Small batches come this close one after another; a wait for them is a few looks, see `_look_a_while`.
 SPIN_S = 150e-6
+_BATCH, _ERROR = MAGIC | Kind.BATCH, MAGIC | Kind.ERROR
 _NO_JOURNAL = (b"", 0)
 
 
@@ -343,38 +345,28 @@ class LocalHost:
 
     def _understand(self, record: tuple[int, ...]) -> None:
         kind, worker, life, task, slot, where, buffers, spec_bytes, bad, mark = record
-        line = self._lifelines[worker] if kind & ~0xFF == MAGIC else None
         if kind & ~0xFF != MAGIC:
             raise HoldfastError(
                 "something in a worker wrote into Holdfast's own pipe: does the dataset close or reuse "
                 "descriptors that it did not open (os.closerange)?"
             )
+        line = self._lifelines[worker]
         if line is None or line.life != life:
             return  # an earlier life; its memory went with it
-        kind &= 0xFF
         box = line.boxes.pop(task, None)
         if box is not None:
             line.slots.free_box(box)
         if mark and task >= self._floor:
             self.marks[worker] = mark
-        if kind in (Kind.BATCH, Kind.ERROR):
+        if kind in (_BATCH, _ERROR):
             if self._journals:
                 self._journals.pop(task, None)
             slots = line.slots
             slots.used(slot, where + 16 * buffers + spec_bytes)
-            parcel = Parcel(
-                slots,
-                slot,
-                None,
-                where,
-                buffers,
-                spec_bytes,
-                kind == Kind.ERROR,
-                worker,
-            )
+            parcel = Parcel(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
             self._events.append(Finished(worker, life, task, parcel, bad))
         else:
-            self._understand_rare(Kind(kind), line, record)
+            self._understand_rare(Kind(kind & 0xFF), line, record)
 
     def _understand_rare(self, kind: Kind, line: Lifeline, record: tuple[int, ...]) -> None:
         _, worker, life, task, slot, where, buffers, spec_bytes, bad, _ = record
@@ -510,21 +502,14 @@ class LocalHost:
             assert parcel.file is not None
             whole = parcel.file.export
             return unpack(parcel.file.view, parcel.where, parcel.buffers, parcel.spec_bytes, whole)
-        lent = False
-
-        def lend() -> memoryview | None:
-            nonlocal lent
-            view = slots.lend(parcel.slot)
-            lent = view is not None
-            return view
-
-        start = parcel.slot * slots.stride
+        slot = parcel.slot
+        start = slot * slots.stride
         view = slots.memory.view[start : start + slots.stride]
         try:
-            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend)
+            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, partial(slots.lend, slot))
         finally:
-            if not lent:
-                slots.put_back(parcel.slot)
+            if slot not in slots.lent:
+                slots.put_back(slot)
 
     def discard(self, result: object) -> None:
         if isinstance(result, Parcel) and result.slots is not None:

@@ -19,6 +19,8 @@ except ImportError:  # built without a compiler: torch and numpy copy instead
 ALIGN = 64
 # Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
 STREAMED = 1 << 20
+# Samples below this are not: to look at each costs more than torch takes to copy it.
+WORTH_IT = 4 << 10
 # Tensors kept for one slot. Batches of ever new shapes (variable length text) must not fill the memory.
 MOST_MADE = 64
 
@@ -121,20 +123,26 @@ AnySpace = SlotSpace | FileSpace
 
 def stack_tensors(samples: list[Any], out: torch.Tensor) -> None:
     """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
-    dtype = out.dtype
-    if copy_all is not None and out.nbytes >= STREAMED and not dtype.is_complex:
-        shape = out.shape[1:]
+    size = out.nbytes // len(samples)
+    if copy_all is not None and out.nbytes >= STREAMED and size >= WORTH_IT and _is_simple(samples[0]):
+        dtype, shape = out.dtype, out.shape[1:]
         sources: list[object] = []
         for sample in samples:
             if type(sample) is not torch.Tensor or sample.dtype is not dtype or sample.shape != shape:
                 break
-            if not (sample.is_cpu and sample.is_contiguous()) or sample.is_neg() or sample.requires_grad:
+            if not sample.is_contiguous() or not sample.is_cpu:
                 break
             sources.append(sample.data_ptr())
         else:
-            copy_all(out.data_ptr(), out.nbytes // len(sources), sources)
+            copy_all(out.data_ptr(), size, sources)
             return
     torch.stack(samples, 0, out=out)
+
+
+def _is_simple(sample: torch.Tensor) -> bool:
+    """Its memory is its value, and nobody asks for its gradient. (A dense tensor of more than a few elements that is
+    marked as negated comes from nowhere but a complex one's `imag`, and is not contiguous.)"""
+    return not (sample.requires_grad or sample.dtype.is_complex or sample.is_neg())
 
 
 def stack_arrays(samples: list[Any], out: torch.Tensor) -> bool:
@@ -144,8 +152,10 @@ def stack_arrays(samples: list[Any], out: torch.Tensor) -> bool:
     for sample in samples:
         if type(sample) is not np.ndarray or sample.dtype is not dtype or sample.shape != shape:
             return False
-    if copy_all is not None and out.nbytes >= STREAMED and all(sample.flags.c_contiguous for sample in samples):
-        copy_all(out.data_ptr(), out.nbytes // len(samples), samples)
+    size = out.nbytes // len(samples)
+    dense = out.nbytes >= STREAMED and size >= WORTH_IT and all(sample.flags.c_contiguous for sample in samples)
+    if copy_all is not None and dense:
+        copy_all(out.data_ptr(), size, samples)
         return True
     for place, sample in enumerate(samples):
         into[place] = sample

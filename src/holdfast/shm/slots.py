@@ -14,8 +14,8 @@ own: a late write of a dead worker can touch nobody else's bytes, and that is al
     retire()            trainer, when the life is over: give back all but what is lent
 
 A lent slot is free again when the last view of it has died. Views are tensors and arrays of the user, and slices of
-them; they all hold on to one object, the *exporter*, and a weak reference to that tells us. Any thread may run that
-callback, so it only appends to a deque.
+them; they all hold on to one object, the *exporter*, and a weak reference to that tells us, in whatever thread. It is
+free at once: the sooner, the fewer slots are in use.
 
 A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
 again before the child is gone: it holds the writing end of a pipe, whose end of file tells.
@@ -56,6 +56,13 @@ def claim(states: memoryview) -> int:
     return slot
 
 
+class Lent(weakref.ref[ctypes.Array[ctypes.c_char]]):
+    """To the exporter of a slot that is lent."""
+
+    __slots__ = ("slot",)
+    slot: int
+
+
 class ForkGuard:
     """Tells whether a forked child that saw lent slots may still be alive."""
 
@@ -94,10 +101,12 @@ class Slots:
         self.memory = memory
         self.stride = stride
         self.retired = False
+        self._armed = True
         self._states = states_of(memory, count)
         self._boxes = list(range(count, count + busy))[::-1]
         self._back: deque[int] = deque()
-        self._lent: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
+        self.lent: dict[int, Lent] = {}  # what the user looks at, or did a moment ago
+        self._came_back = self._returner()
         self._lendable = count - busy
         self._guards: dict[int, list[ForkGuard]] = {}
         self._used = [0] * count
@@ -109,7 +118,7 @@ class Slots:
     def take_box(self) -> int:
         """A letter box for a task; there is one for each that may be out."""
         if self._back:
-            self._reclaim()  # the worker looks for a free slot soon
+            self._reclaim()  # what a forked child looked at
         return self._boxes.pop()
 
     def free_box(self, box: int) -> None:
@@ -123,24 +132,22 @@ class Slots:
 
     def lend(self, slot: int) -> memoryview | None:
         """The slot's bytes, to be looked at by the user; None when too many are lent already: copy them."""
-        if self._back:
-            self._reclaim()
-        if len(self._lent) >= self._lendable:
+        if len(self.lent) >= self._lendable:
             return None
         exporter = self._exporter.from_address(self.memory.address + slot * self.stride)
         exporter.slots = self  # type: ignore[attr-defined]  # the mapping lives as long as any view
-        self._lent[slot] = weakref.ref(exporter, self._returner(slot))
+        lent = self.lent[slot] = Lent(exporter, self._came_back)
+        lent.slot = slot
         return memoryview(exporter).cast("B")
 
-    def _returner(self, slot: int) -> Callable[[object], None]:
+    def _returner(self) -> Callable[[Lent], None]:
         me = weakref.ref(self)  # a strong one would be a cycle around the mapping
 
-        def back(_: object) -> None:
+        def back(lent: Lent) -> None:
             slots = me()
-            if slots is not None:
-                slots._back.append(slot)
-                if slots.retired:
-                    slots._reclaim()
+            if slots is not None and slots._armed:
+                slots._back.append(lent.slot)
+                slots._reclaim()
 
         return back
 
@@ -157,8 +164,12 @@ class Slots:
         self._states[slot] = FREE
 
     def _reclaim(self) -> None:
+        """In any thread: whoever takes a slot out of the deque, alone puts it back."""
         for _ in range(len(self._back)):
-            slot = self._back.popleft()
+            try:
+                slot = self._back.popleft()
+            except IndexError:
+                return  # another thread was here
             guards = self._guards.get(slot)
             if guards:
                 guards[:] = [guard for guard in guards if not guard.over]
@@ -166,18 +177,17 @@ class Slots:
                     self._back.append(slot)
                     continue
                 del self._guards[slot]
-            self._lent.pop(slot, None)
+            self.lent.pop(slot, None)
             self.put_back(slot)
-
-    @property
-    def lent(self) -> bool:
-        """True while the user looks at some slot."""
-        return bool(self._lent)
 
     def guard(self, guard: ForkGuard) -> None:
         """The trainer forked: what is lent now must stay as it is while that child lives."""
-        for slot in self._lent:
+        for slot in list(self.lent):
             self._guards.setdefault(slot, []).append(guard)
+
+    def disarm(self) -> None:
+        """In a forked child: it sees what is lent, and frees nothing."""
+        self._armed = False
 
     def retire(self) -> None:
         """The life is over. Give back all but what is lent, or finished and not yet opened."""
