@@ -28,6 +28,14 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def never_preempt_when_woken() -> None:
+    """A task that arrives must not push the trainer, who has just sent it, off its processor: small batches come half
+    as often then. The share of processor time stays as it was. Processes that user code starts are not concerned.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+
+
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None on kernels without it (before 5.3)."""
     try:

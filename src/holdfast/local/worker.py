@@ -92,6 +92,7 @@ class Worker:
     def run(self) -> None:
         """Boot, then work until the trainer closes the pipe."""
         linux.die_with_parent(self._wiring.keeper_pid)
+        linux.never_preempt_when_woken()
         limits.raise_descriptor_limit()
         wiring = self._wiring
         self._memory = Memory(wiring.memory, strides_for(wiring.slots, wiring.boxes) * wiring.stride)
