@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -63,6 +64,52 @@ def test_a_dataset_changed_between_epochs_takes_effect():
     assert flat(loader)[0] == 0
     dataset.epoch = 3
     assert flat(loader)[0] == 300
+
+
+def test_epochs_that_are_left_at_once_do_not_pile_up():
+    """Each asks for batches that a slow worker has not even looked at when the next one begins."""
+    loader = DataLoader(Numbers(12, 0.05), batch_size=1, num_workers=2, persistent_workers=True)
+    for _ in range(30):
+        iter(loader)
+    assert flat(loader) == list(range(12))
+
+
+def test_a_batch_stays_as_it_is_when_a_forked_child_drops_it():
+    """Also when its loader has ended: its memory would be given back then."""
+    for batch, _ in DataLoader(Images(4), batch_size=4, num_workers=1):
+        kept = batch
+    del batch
+    pid = os.fork()
+    if pid == 0:
+        del kept
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert kept[3, 0, 0, 0] == 3
+
+
+class Surrounded(Numbers):
+    """Tells what it finds around it."""
+
+    def __getitem__(self, index):
+        print(f"sample {index}", flush=True)
+        return os.environ.get("AROUND"), len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_CORE)[0]
+
+
+def test_a_spawned_worker_has_what_the_trainer_has_now(monkeypatch, capfd):
+    """Its interpreter may be older than these."""
+    loader = DataLoader(Surrounded(1), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    processors, (soft, hard) = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_CORE)
+    list(loader)
+    monkeypatch.setenv("AROUND", "here")
+    try:
+        os.sched_setaffinity(0, [min(processors)])
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+        assert [tuple(sample) for sample in loader] == [("here", 1, 0)]
+    finally:
+        os.sched_setaffinity(0, processors)
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    assert capfd.readouterr().out.count("sample 0") == 2
 
 
 def test_persistent_workers_are_kept():

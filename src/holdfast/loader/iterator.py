@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._depth = min(loader.prefetch_factor, MOST_PER_WORKER)
         self._by_turns = loader.worker_init_fn is not None
         context = loader.multiprocessing_context
-        self._context = context if context is not None else get_context()
-        self._method: str = self._context.get_start_method()
+        self._method: str = (context if context is not None else get_context()).get_start_method()
         self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
@@ -80,12 +78,11 @@ class WorkerIterator(_BaseDataLoaderIter):
             shared_seed=self._shared_seed,
             policy=self._policy,
         )
-        context: BaseContext | None = None if self._method == "fork" else self._context
         return LocalHost(
             self._num_workers,
             self._prefetch,
             LoaderJob(recipe),
-            context=context,
+            fork=self._method == "fork",
             sample_timeout=self._policy.sample_timeout,
             growth_bytes=self._policy.worker_bytes,
         )

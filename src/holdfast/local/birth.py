@@ -2,19 +2,21 @@
 
 Forked: nothing is pickled, the dataset's pages are shared copy-on-write, as with torch.
 
-Spawned (and forkserver): the job is pickled once, while a process of the user's context is being started, because
-multiprocessing's own primitives pickle only then. The keeper holds the *bytes*; each worker unpickles a copy of its
-own after its fork. (Unpickling once and forking that would share what `__setstate__` opens: file offsets.) Large
-arrays and tensors lie in a memory file that each worker maps privately: one copy for all, until somebody writes.
+Spawned (and forkserver): a fork of Python's own fork server, which is a fresh interpreter that has imported torch and
+nothing else of the trainer's. So the second which that import takes is paid once per run, not once per epoch. The job
+is pickled while the process is being started, because multiprocessing's own primitives pickle only then. The keeper
+holds the *bytes*; each worker unpickles a copy of its own after its fork. (Unpickling once and forking that would share
+what `__setstate__` opens: file offsets.) Large arrays and tensors lie in a memory file that each worker maps privately:
+one copy for all, until somebody writes.
 """
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
-from multiprocessing import reduction
-from multiprocessing.context import BaseContext
+from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -26,6 +28,14 @@ from holdfast.local.worker import Job, Reply
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import FileSpace, SlotSpace
+
+_LIMITS = (
+    resource.RLIMIT_NOFILE,
+    resource.RLIMIT_NPROC,
+    resource.RLIMIT_AS,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_CORE,
+)
 
 
 class Package:
@@ -78,6 +88,24 @@ def pack_error(error: raised.Raised, space: SlotSpace) -> Reply:
     return Reply(Kind.ERROR, *Packer().pack(error, space))
 
 
+class Surroundings:
+    """What a process inherits from its parent, as it is in the trainer now: the fork server may be older."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._processors = os.sched_getaffinity(0)
+        self._limits = {kind: resource.getrlimit(kind) for kind in _LIMITS}
+
+    def enter(self) -> None:
+        """In the new process."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.sched_setaffinity(0, self._processors)
+        for kind, (soft, hard) in self._limits.items():
+            if resource.getrlimit(kind) != (soft, hard):
+                resource.setrlimit(kind, (soft, hard))
+
+
 class Cord:
     """Orders on their way into a spawned process: the descriptors are duplicated as it starts."""
 
@@ -87,10 +115,16 @@ class Cord:
     def __getstate__(self) -> Any:
         control, results, files, pulses, *rest = self._orders
         fds = [reduction.DupFd(fd) for fd in (control.fileno(), results, files.fileno(), pulses)]
-        return fds, rest
+        out = [(fd, reduction.DupFd(fd)) for fd in (1, 2) if linux.is_open(fd)]
+        return fds, rest, out, Surroundings()
 
     def __setstate__(self, state: Any) -> None:
-        fds, rest = state
+        fds, rest, out, surroundings = state
+        surroundings.enter()
+        for number, fd in out:
+            mine = fd.detach()
+            os.dup2(mine, number)
+            os.close(mine)
         control, results, files, pulses = (fd.detach() for fd in fds)
         self._orders = Orders(
             socket.socket(fileno=control),
@@ -133,12 +167,15 @@ def _keep(orders: Orders, job: Job, mask: Any) -> None:
         os._exit(status)
 
 
-def spawn_keeper(context: BaseContext, orders: Orders, job: Job) -> BaseProcess:
-    """A keeper in a fresh interpreter, of the user's own multiprocessing context."""
+def spawn_keeper(orders: Orders, job: Job) -> BaseProcess:
+    """A keeper in an interpreter that knows nothing of the trainer but what is pickled."""
     package = Package(job)
-    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-        target=_keep_spawned, args=(Cord(orders), package), name="holdfast-keeper"
-    )
+    context = multiprocessing.get_context("forkserver")
+    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    wanted = type(job).__module__  # what a worker does, and with it torch
+    if wanted not in modules:
+        context.set_forkserver_preload([*modules, wanted])
+    process = context.Process(target=_keep_spawned, args=(Cord(orders), package), name="holdfast-keeper")
     try:
         process.start()
     finally:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, assert_never
 
@@ -74,13 +73,13 @@ class LocalHost:
         busy: int,
         job: Job,
         *,
-        context: BaseContext | None,
+        fork: bool,
         sample_timeout: float | None,
         growth_bytes: int | None,
     ) -> None:
-        """`busy`: how many tasks may be out at once. `context`: None to fork."""
+        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter."""
         self._job = job
-        self._context = context
+        self._fork = fork
         self._busy = busy
         self._settings = (sample_timeout, growth_bytes)
         self._owner = os.getpid()
@@ -131,11 +130,11 @@ class LocalHost:
         )
         self._keeper_up = False
         with theirs:
-            if self._context is None:
+            if self._fork:
                 self._keeper_pid = birth.fork_keeper(orders, self._job)
                 self._keeper_due = time.monotonic() + KEEPER_READY_S
             else:
-                self._keeper = birth.spawn_keeper(self._context, orders, self._job)
+                self._keeper = birth.spawn_keeper(orders, self._job)
                 self._keeper_pid = self._keeper.pid or 0
                 self._keeper_due = float("inf")
         self._poll = select.poll()
@@ -262,7 +261,11 @@ class LocalHost:
         if line is None or line.life != life:
             return
         slots = line.slots
-        box = line.boxes[task] = slots.take_box()
+        box = slots.take_box()
+        if box is None:  # an epoch was left, and what it had asked for is not answered yet
+            line.waiting.append((task, payload))
+            return
+        line.boxes[task] = box
         start = box * slots.stride
         size = len(payload)
         saved, count = self._journals.get(task, _NO_JOURNAL) if self._journals else _NO_JOURNAL
@@ -280,6 +283,9 @@ class LocalHost:
         self.marks = [0] * len(self.marks)
         for pulse in self.pulses:
             pulse.words[FLOOR] = task
+        for line in self._lifelines:
+            if line is not None:
+                line.waiting.clear()
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
@@ -356,6 +362,8 @@ class LocalHost:
         box = line.boxes.pop(task, None)
         if box is not None:
             line.slots.free_box(box)
+            if line.waiting:
+                self.send(worker, life, *line.waiting.popleft())
         if mark and task >= self._floor:
             self.marks[worker] = mark
         if kind in (_BATCH, _ERROR):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import deque
 from typing import NamedTuple, Protocol
 
 from holdfast.core.messages import Cause
@@ -36,6 +37,7 @@ class Lifeline:
         self.tasks = tasks
         self.slots = slots
         self.boxes: dict[int, int] = {}  # task -> its letter box
+        self.waiting: deque[tuple[int, bytes]] = deque()  # tasks for which there is no box yet, and their payloads
         self.pid: int | None = None
 
 

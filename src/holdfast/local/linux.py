@@ -61,6 +61,15 @@ def data_bytes() -> int:
     return 0
 
 
+def is_open(fd: int) -> bool:
+    """True for a descriptor of this process."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def process_state(pid: int) -> str:
     """One letter as in ps: R running, S sleeping, D uninterruptible, T stopped, Z zombie; "" when it is gone."""
     try:

@@ -115,11 +115,11 @@ class Slots:
             "SlotBytes", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": stride}
         )
 
-    def take_box(self) -> int:
-        """A letter box for a task; there is one for each that may be out."""
+    def take_box(self) -> int | None:
+        """A letter box for a task; None when all are taken."""
         if self._back:
             self._reclaim()  # what a forked child looked at
-        return self._boxes.pop()
+        return self._boxes.pop() if self._boxes else None
 
     def free_box(self, box: int) -> None:
         """The task that lay there is answered."""
