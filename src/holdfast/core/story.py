@@ -15,8 +15,8 @@ from holdfast.core.messages import (
     Opened,
 )
 
-# Enough for the last few thousand batches; a named tuple of small numbers each.
-KEPT = 10_000
+# The last thousand batches. Not more: what is written over must still be in the cache.
+KEPT = 2_000
 
 
 class Story:
