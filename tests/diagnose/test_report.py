@@ -30,7 +30,7 @@ STATS = {"batches": 3, "samples": 12, "restarts": 1, "bad_samples": 1, "retries"
 def test_the_text_is_asserted_whole():
     assert str(incident_of(CRASH)) == (
         "worker 2 was killed by SIGSEGV while loading index 123 (batch 88, attempt 2, strike 2 of 2)\n"
-        "  worker-crashed: SIGSEGV: native code touched memory that is not its own\n"
+        "  worker-segfault: SIGSEGV: native code touched memory that is not its own\n"
         "    seen   exit by SIGSEGV; the Python stack at the crash, below\n"
         "    did    left the sample out\n"
         "    try    look at the last Python line of the stack: it called the library that crashed; "
@@ -46,7 +46,7 @@ def test_same_incidents_are_folded():
         record.add(incident_of(CRASH))
     record.add_bad(BadSample(123, 88, "SIGSEGV", 2))
     text = str(Report(record, STATS))
-    assert "worker-crashed x7" in text
+    assert "worker-segfault x7" in text
     assert text.count("native code touched") == 1
     assert "index 123 in batch 88" in text
 

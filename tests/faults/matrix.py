@@ -23,8 +23,8 @@ class Row:
 
 DEATHS = {
     "sigkill": ("SIGKILL", "worker-killed"),
-    "segfault": ("SIGSEGV", "worker-crashed"),
-    "abort": ("SIGABRT", "worker-crashed"),
+    "segfault": ("SIGSEGV", "worker-segfault"),
+    "abort": ("SIGABRT", "worker-aborted"),
     "os-exit": ("code 5", "worker-exited"),
     "os-exit-0": ("code 0", "worker-exited"),
     "hang": ("hanging", "sample-hung"),
@@ -32,22 +32,22 @@ DEATHS = {
     "sigstop": ("hanging", "worker-stopped"),
 }
 RAISES = {
-    "raise": ("ValueError", "injected"),
-    "raise-unpicklable": ("Local", "injected"),
-    "raise-os-error": ("FileNotFoundError", "missing.png"),
-    "stop-iteration": ("SampleError", "StopIteration"),
-    "keyboard-interrupt": ("SampleError", "KeyboardInterrupt"),
-    "sys-exit": ("SampleError", "SystemExit"),
-    "out-of-memory": ("MemoryError", ""),
-    "out-of-descriptors": ("OSError", "Too many open files"),
+    "raise": ("ValueError", "injected", "sample-raised"),
+    "raise-unpicklable": ("Local", "injected", "exception-not-picklable"),
+    "raise-os-error": ("FileNotFoundError", "missing.png", "file-missing"),
+    "stop-iteration": ("SampleError", "StopIteration", "sample-raised"),
+    "keyboard-interrupt": ("SampleError", "KeyboardInterrupt", "sample-raised"),
+    "sys-exit": ("SampleError", "SystemExit", "sample-raised"),
+    "out-of-memory": ("MemoryError", "", "allocation-refused"),
+    "out-of-descriptors": ("OSError", "Too many open files", "descriptors-exhausted"),
 }
 
 MAP_ROWS = [
     *(Row("dataset", how, "once", (words,), finding=finding) for how, (words, finding) in DEATHS.items()),
     *(Row("dataset", how, "raises", (words, "index 37"), finding=finding) for how, (words, finding) in DEATHS.items()),
     *(Row("dataset", how, "skips", (words, "index 37"), finding=finding) for how, (words, finding) in DEATHS.items()),
-    *(Row("dataset", how, "raises", (text, "index 37"), name, "sample-raised") for how, (name, text) in RAISES.items()),
-    *(Row("dataset", how, "skips", ("index 37",), finding="sample-raised") for how in RAISES),
+    *(Row("dataset", how, "raises", (text, "index 37"), name, found) for how, (name, text, found) in RAISES.items()),
+    *(Row("dataset", how, "skips", ("index 37",), finding=found) for how, (_, _, found) in RAISES.items()),
     Row("dataset", "sigterm", "once", ("SIGTERM",), finding="worker-signalled"),
     *(Row("collate", how, "once", (words,), finding=f) for how, (words, f) in DEATHS.items() if "gil" not in how),
     *(
@@ -61,7 +61,7 @@ MAP_ROWS = [
         for how, (words, f) in DEATHS.items()
         if how in ("sigkill", "segfault", "os-exit", "hang")
     ),
-    Row("send", "segfault", "raises", ("SIGSEGV", "sending"), finding="worker-crashed"),
+    Row("send", "segfault", "raises", ("SIGSEGV", "sending"), finding="worker-segfault"),
     Row("send", "raise", "raises", ("cannot be sent", "index 37", "['bomb']"), "CannotSend"),
     *(
         Row("worker_init_fn", how, "once", (words,), finding=f)
@@ -72,7 +72,7 @@ MAP_ROWS = [
     Row(
         "worker_init_fn", "sys-exit", "raises", ("SystemExit", "while it started"), "SampleError", "worker-init-raised"
     ),
-    Row("worker_init_fn", "segfault", "raises", ("SIGSEGV", "before they are ready"), finding="worker-crashed"),
+    Row("worker_init_fn", "segfault", "raises", ("SIGSEGV", "before they are ready"), finding="worker-segfault"),
     *(Row("idle", how, "once", (how.upper(),)) for how in ("sigkill", "sigterm", "sighup", "sigint", "sigusr1")),
     *(Row("between-epochs", how, "once", (how.upper(),)) for how in ("sigkill", "sigterm")),
     *(Row("keeper", how, "once", ()) for how in ("sigkill", "sigterm", "sigsegv")),
@@ -86,8 +86,8 @@ STREAM_ROWS = [
         for how in ("segfault", "os-exit", "hang")
     ),
     *(
-        Row("stream", how, "raises", (text,), name, "sample-raised")
-        for how, (name, text) in RAISES.items()
+        Row("stream", how, "raises", (text,), name, found)
+        for how, (name, text, found) in RAISES.items()
         if how != "stop-iteration"
     ),
 ]

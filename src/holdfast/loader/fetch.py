@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.core.messages import Stage
 from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
+from holdfast.loader.shapes import differing
 from holdfast.local.pulse import FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import Raised, capture
 from holdfast.policy import Policy
@@ -50,9 +51,18 @@ class Failure:
 class Failed(Exception):
     """User code raised, and the policy is to say so. Its cause is the exception; around it is where it was."""
 
-    def __init__(self, error: BaseException, position: int, index: object, stage: Stage, attempts: int) -> None:
-        super().__init__(error, position, index, stage, attempts)
+    def __init__(
+        self,
+        error: BaseException,
+        position: int,
+        index: object,
+        stage: Stage,
+        attempts: int,
+        facts: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(error, position, index, stage, attempts, facts)
         self.error = error
+        self.facts = facts
         self.position = position
         self.index = index
         self.stage = stage
@@ -60,7 +70,7 @@ class Failed(Exception):
 
     def to_failure(self) -> Failure:
         """As plain data, for the trainer."""
-        return Failure(self.position, self.index, self.stage, self.attempts, capture(self.error))
+        return Failure(self.position, self.index, self.stage, self.attempts, capture(self.error, self.facts))
 
 
 class Draw:
@@ -242,7 +252,7 @@ class MapFetcher:
                     return sample
         raise Failed(error, position, index, Stage.FETCH, attempts) from error
 
-    def collate(self, samples: Any) -> Any:
+    def collate(self, samples: Any, indices: Any = None) -> Any:
         """The batch. An error here is always raised: it belongs to no single sample."""
         words = self._words
         words[STAGE] = Stage.COLLATE
@@ -250,7 +260,7 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(samples, indices)) from error
 
     def left_out(self, samples: Any) -> bool:
         """True when nothing is left of this batch."""

@@ -68,7 +68,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         self._account(len(asked) if self._auto_collation else 1, troubles)
         if self._map.left_out(samples):
             return None
-        return (self._map.collate(samples),)
+        return (self._map.collate(samples, asked if self._auto_collation else None),)
 
     def _account(self, samples: int, troubles: list[Trouble]) -> None:
         self._seen += samples

@@ -186,7 +186,7 @@ class LoaderJob:
             return self._send((troubles, None), space, samples, indices, len(troubles))
         self._stack.space = space if self._default_collate else None
         try:
-            batch = fetcher.collate(samples)
+            batch = fetcher.collate(samples, indices)
         finally:
             self._stack.space = None
         bad = sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0

@@ -21,6 +21,7 @@ import torch
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
 from holdfast.loader.fetch import Failed, Trouble
+from holdfast.loader.shapes import differing
 from holdfast.local.pulse import FIELDS, POSITION, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import capture
 from holdfast.policy import Policy
@@ -176,7 +177,7 @@ class StreamFetcher:
         try:
             return self._collate(items)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(items, None)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:

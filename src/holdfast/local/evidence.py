@@ -1,6 +1,51 @@
-"""Evidence: facts taken at the moment of an incident; no opinions. The keeper fills it, diagnosis reads it."""
+"""Evidence: facts taken at the moment of an incident; no opinions. Diagnosis reads it.
 
+Of a death and of a silence the keeper takes it, whatever the trainer is doing; of an exception the worker that raised
+it, while it is being handled.
+"""
+
+import errno
+import os
+import resource
 from dataclasses import dataclass
+
+from holdfast.local import linux, procfs
+from holdfast.local.cgroups import Group, group_of
+from holdfast.local.oom import Oom
+from holdfast.local.sender import Sender
+
+_FULL = 1 << 20
+# Whose world this process lives in, by what they leave in the environment.
+_WORLDS = {
+    "Slurm": ("SLURM_JOB_ID",),
+    "Kubernetes": ("KUBERNETES_SERVICE_HOST",),
+    "YARN": ("YARN_CONTAINER_ID", "NM_HOST", "CONTAINER_ID"),
+    "Databricks": ("DATABRICKS_RUNTIME_VERSION",),
+    "Spark": ("SPARK_ENV_LOADED", "PYTHON_WORKER_FACTORY_PORT", "SPARK_EXECUTOR_POD_IP"),
+    "Ray": ("RAY_JOB_ID", "RAY_RAYLET_PID"),
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "a notebook": ("JPY_PARENT_PID",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A process that hangs, seen from outside."""
+
+    state: str = ""
+    """R running, S sleeping, D uninterruptible, T stopped."""
+    call: str = ""
+    """The system call it is in; "running" in none; "" when that may not be seen."""
+    on: str = ""
+    """The file, socket or pipe that the call is made on."""
+    file_system: str = ""
+    channel: str = ""
+    """Where in the kernel it waits."""
+    threads: int = 0
+    busy: float = 0.0
+    """Share of a processor that it used while we looked."""
+    line: str = ""
+    """The text of the Python line that it is on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,12 +56,111 @@ class Evidence:
     lived_s: float = 0.0
     stack: str = ""
     """The Python stack from faulthandler: at the crash, or of the hung worker just before it was killed."""
-    state: str = ""
-    """Process state letter of a worker that was silent: S, D, T, ..."""
+    view: View | None = None
     peak_bytes: int = 0
     """Largest resident size, from its rusage."""
-    resident_bytes: int = 0
-    """The last reading before."""
+    memory: tuple[tuple[float, int], ...] = ()
+    """The last readings of its resident size: seconds before, bytes."""
+    oom: Oom | None = None
+    counters: bool = False
+    """True when the kernel's counters of kills for memory could be read."""
+    kernel_log: str = ""
+    group: Group | None = None
+    shm_free: int = -1
+    """Bytes free in /dev/shm; -1 where there is none."""
+    sender: Sender | None = None
+    trainer_threads: int = 0
+    """How many threads the trainer had when the keeper was forked from it."""
+    worlds: tuple[str, ...] = ()
     noted_signals: int = 0
     fork_errno: int = 0
     """Set when the process could not even be made."""
+    limits: tuple[str, ...] = ()
+
+
+def view_of(pid: int, busy: float = 0.0) -> View:
+    """Which process: the keeper, of a worker that is silent."""
+    call, on = procfs.system_call(pid)
+    system = procfs.file_system(on) if on.startswith("/") else ""
+    state = linux.process_state(pid)
+    return View(state, call, on, system, procfs.wait_channel(pid), procfs.threads(pid), busy)
+
+
+def worlds() -> tuple[str, ...]:
+    """Which schedulers and containers this process runs under."""
+    found = [name for name, marks in _WORLDS.items() if any(mark in os.environ for mark in marks)]
+    if os.path.exists("/.dockerenv"):
+        found.append("Docker")
+    return tuple(found)
+
+
+def shm_free() -> int:
+    try:
+        about = os.statvfs("/dev/shm")
+    except OSError:
+        return -1
+    return about.f_bavail * about.f_frsize
+
+
+def process_limits() -> tuple[str, ...]:
+    """What may forbid one more process or thread, with the figures: the nearest limit first."""
+    group = group_of()
+    user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    found = []
+    if group.pids_limit is not None:
+        found.append(f"cgroup pids.max {group.pids_limit}, in use {group.pids_used}")
+    if user != resource.RLIM_INFINITY:
+        found.append(f"ulimit -u {user} for uid {os.getuid()}")
+    try:
+        with open("/proc/sys/kernel/threads-max") as file:
+            found.append(f"threads-max {int(file.read())}")
+    except OSError:
+        pass  # not told here
+    return tuple(found)
+
+
+def facts_of(error: BaseException) -> tuple[str, ...]:
+    """What there is to know about an exception of running out. Which process: the worker, while it is handled."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        count, paths = procfs.open_files()
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (f"{count} descriptors open, the limit is {soft}", f"open: {paths}")
+    if number == errno.ENOSPC:
+        return _full(error)
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+        return (f"{procfs.threads()} threads in this process", *process_limits())
+    if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error)[:200]:
+        return _memory()
+    if number is not None and isinstance(error.filename, str):  # type: ignore[attr-defined]
+        path = os.path.abspath(error.filename)  # type: ignore[attr-defined]
+        return (f"{path} on {procfs.file_system(path) or 'an unknown file system'}",)
+    return ()
+
+
+def _full(error: BaseException) -> tuple[str, ...]:
+    """The file systems that are full; the file itself is not named by a failed write, and closed by now."""
+    named = getattr(error, "filename", None)
+    places = [os.path.dirname(os.path.abspath(named))] if isinstance(named, str) else []
+    facts = []
+    for place in dict.fromkeys([*places, "/dev/shm", *procfs.mounts()]):
+        try:
+            about = os.statvfs(place)
+        except OSError:
+            continue  # not ours to look at
+        free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
+        if size and free < _FULL and not about.f_flag & os.ST_RDONLY:
+            facts.append(f"{place}: {free >> 20} of {size >> 20} MiB free")
+    return tuple(facts)
+
+
+def _memory() -> tuple[str, ...]:
+    facts = [f"data of this process {linux.data_bytes() >> 20} MiB"]
+    for name, kind in (("RLIMIT_DATA", resource.RLIMIT_DATA), ("RLIMIT_AS", resource.RLIMIT_AS)):
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY:
+            facts.append(f"{name} {soft >> 20} MiB")
+    group = group_of()
+    if group.memory_limit is not None:
+        facts.append(f"cgroup limit {group.memory_limit >> 20} MiB, used {(group.memory_used or 0) >> 20} MiB")
+    return tuple(facts)

@@ -29,7 +29,7 @@ from holdfast.core.messages import (
     Stage,
 )
 from holdfast.errors import HoldfastError
-from holdfast.local import birth, forks, linux
+from holdfast.local import birth, forks, linux, procfs
 from holdfast.local.evidence import Evidence
 from holdfast.local.keeper import Orders
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, exit_code, sparse_file
@@ -126,6 +126,7 @@ class LocalHost:
             self._pulse_fd,
             len(self._lifelines),
             os.getpid(),
+            procfs.threads(),
             *self._settings,
         )
         self._keeper_up = False

@@ -17,11 +17,21 @@ import signal
 import socket
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from holdfast.core.messages import Cause, Place, Stage
-from holdfast.local import linux
-from holdfast.local.evidence import Evidence
+from holdfast.local import linux, procfs
+from holdfast.local.cgroups import group_of
+from holdfast.local.evidence import (
+    Evidence,
+    View,
+    process_limits,
+    shm_free,
+    view_of,
+    worlds,
+)
+from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import (
     DUMPABLE,
     LAST_SIGNAL,
@@ -53,6 +63,10 @@ SILENT_S = 60.0
 # How long a stack dump may take. faulthandler writes it in well under a millisecond, unless the process is stopped.
 DUMP_S = 0.2
 STACK_BYTES = 32 << 10
+# A silent worker is looked at for this long, to see whether it computes; a clock tick is 10 ms.
+BUSY_S = 0.06
+# Readings of a worker's memory that are kept: the last three seconds.
+SERIES = 30
 # EAGAIN from fork passes when other processes end; this long it is tried again.
 FORK_PATIENCE_S = 5.0
 
@@ -66,6 +80,7 @@ class Orders(NamedTuple):
     pulses: int
     workers: int
     trainer_pid: int
+    trainer_threads: int
     sample_timeout: float | None
     growth_bytes: int | None
 
@@ -85,11 +100,11 @@ class Life:
         self.quiet_s = 0.0
         self.next_alarm_s = SILENT_S
         self.signals = pulse.words[SIGNALS]
-        self.resident = 0
+        self.memory: deque[tuple[float, int]] = deque(maxlen=SERIES)
         self.killed_for: Cause | None = None
         self.killed_on: Place | None = None
         self.stack = ""
-        self.state = ""
+        self.view: View | None = None
 
 
 class Keeper:
@@ -108,6 +123,8 @@ class Keeper:
         self._poll = select.poll()
         self._stop_at: float | None = None
         self._last_tick = time.monotonic()
+        self._worlds = worlds()
+        self._oom = OomWatch(time.monotonic())
         timeout = orders.sample_timeout
         self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
 
@@ -265,19 +282,34 @@ class Keeper:
             os.close(life.pidfd)
         code = os.waitstatus_to_exitcode(status)
         cause = Cause.SIGNAL if code < 0 else Cause.EXIT
-        evidence = Evidence(
-            pid=life.pid,
-            lived_s=now - life.began,
-            stack=life.stack or _read_stack(life.crash),
-            state=life.state,
-            peak_bytes=peak,
-            resident_bytes=life.resident,
-            noted_signals=life.pulse.words[SIGNALS],
-        )
-        os.close(life.crash)
         on = life.killed_on or life.pulse.place(now)
         cause = life.killed_for if life.killed_for is not None else cause
+        killed = cause is Cause.SIGNAL and -code == signal.SIGKILL
+        evidence = self._evidence(
+            life,
+            now,
+            stack=life.stack or _read_stack(life.crash),
+            peak_bytes=peak,
+            oom=self._oom.claim(now) if killed else None,
+            kernel_log=procfs.kernel_says(life.pid) if killed else "",
+            group=group_of(),
+            shm_free=shm_free(),
+        )
+        os.close(life.crash)
         self._say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
+
+    def _evidence(self, life: Life, now: float, **facts: Any) -> Evidence:
+        return Evidence(
+            pid=life.pid,
+            lived_s=now - life.began,
+            view=life.view,
+            memory=tuple((now - at, size) for at, size in life.memory),
+            counters=self._oom.readable,
+            worlds=self._worlds,
+            noted_signals=life.pulse.words[SIGNALS],
+            trainer_threads=self._orders.trainer_threads,
+            **facts,
+        )
 
     def _kill_all(self) -> None:
         for pid in self._lives:
@@ -298,13 +330,14 @@ class Keeper:
         step = min(gap, 2 * self._tick_s)
         for life in list(self._lives.values()):
             self._look_at(life, step, now)
+        self._oom.look(now)
         for _ in range(len(self._unforked)):
             self._start(*self._unforked.popleft())
         self._say()
 
     def _look_at(self, life: Life, step: float, now: float) -> None:
         words = life.pulse.words
-        life.resident = linux.resident_bytes(life.pid) or life.resident
+        life.memory.append((now, linux.resident_bytes(life.pid)))
         beat = (words[STAGE], words[TASK], words[POSITION], words[SINCE])
         if beat != life.beat or beat[0] == Stage.IDLE:
             life.beat, life.quiet_s, life.next_alarm_s = beat, 0.0, SILENT_S
@@ -317,7 +350,8 @@ class Keeper:
         words = life.pulse.words
         if words[SIGNALS] != life.signals:
             life.signals = words[SIGNALS]
-            self._say_quiet(life, "signal", words[LAST_SIGNAL], now)
+            number = words[LAST_SIGNAL]
+            self._say_quiet(life, "signal", number, now, sender=life.pulse.sender.last(number))
 
     def _judge_silence(self, life: Life, now: float) -> None:
         allowed = self._orders.sample_timeout
@@ -334,25 +368,23 @@ class Keeper:
         if life.quiet_s >= life.next_alarm_s:
             life.next_alarm_s *= 2
             self._dump(life)
-            self._say_quiet(life, "silent", int(life.quiet_s), now)
+            self._say_quiet(life, "silent", int(life.quiet_s), now, stack=life.stack)
             life.stack = ""
 
-    def _say_quiet(self, life: Life, what: str, code: int, now: float) -> None:
-        evidence = Evidence(
-            pid=life.pid,
-            lived_s=now - life.began,
-            stack=life.stack,
-            state=life.state,
-            resident_bytes=life.resident,
-            noted_signals=life.signals,
-        )
+    def _say_quiet(self, life: Life, what: str, code: int, now: float, **facts: Any) -> None:
         on = life.pulse.place(now)
-        self._say(LifeQuiet(life.worker, life.life, what, code, on, evidence))
+        self._say(LifeQuiet(life.worker, life.life, what, code, on, self._evidence(life, now, **facts)))
 
     def _dump(self, life: Life) -> None:
-        """Ask the worker for its stack. faulthandler answers even while native code holds the GIL."""
-        life.state = linux.process_state(life.pid)
-        if not life.pulse.words[DUMPABLE] or life.state in ("T", "t", "Z", ""):
+        """Ask the worker for its stack. faulthandler answers even while native code holds the GIL.
+
+        What it waits for is looked at before: the signal may wake it.
+        """
+        before, began = procfs.processor_s(life.pid), time.monotonic()
+        time.sleep(BUSY_S)
+        busy = (procfs.processor_s(life.pid) - before) / (time.monotonic() - began)
+        life.view = view_of(life.pid, busy)
+        if not life.pulse.words[DUMPABLE] or life.view.state in ("T", "t", "Z", ""):
             return
         os.ftruncate(life.crash, 0)
         os.lseek(life.crash, 0, os.SEEK_SET)
@@ -365,6 +397,7 @@ class Keeper:
             if size and size == before:
                 break
         life.stack = _read_stack(life.crash)
+        life.view = replace(life.view, line=procfs.source_line(life.stack))
 
 
 def _read_stack(crash: int) -> str:
@@ -378,7 +411,7 @@ def _kill(pid: int) -> None:
 
 def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
     place = Place(-1, 0, Stage.BOOT, 0.0)
-    evidence = Evidence(pid=0, fork_errno=number)
+    evidence = Evidence(pid=0, fork_errno=number, limits=process_limits())
     return LifeEnded(order.worker, order.life, now, Cause.EXIT, 0, place, evidence)
 
 

@@ -7,12 +7,15 @@ what it was on. The trainer writes one field: `FLOOR`.
 import time
 
 from holdfast.core.messages import Place, Stage
+from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory
 
 PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
 SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
 FIELDS = 15
+# From here on in the page: who sent the last signal, see local/sender.py.
+_SENDER_AT = 1024
 
 
 class Pulse:
@@ -22,6 +25,7 @@ class Pulse:
         start = worker * PAGE
         self._memory = memory
         self.words = memory.view[start : start + PAGE].cast("q")
+        self.sender = SenderNote(memory, start + _SENDER_AT, PAGE - _SENDER_AT)
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""

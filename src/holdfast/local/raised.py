@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import cloudpickle
 
 from holdfast.errors import RemoteTraceback, SampleError
+from holdfast.local.evidence import facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,21 @@ class Raised:
     traceback: str
     pickled: bytes | None
     parts: bytes | None
+    errno: int = 0
+    facts: tuple[str, ...] = ()
+    """What was seen around it: descriptors, limits, free space."""
 
 
-def capture(error: BaseException) -> Raised:
-    """Which process: the worker, in the except clause."""
+def capture(error: BaseException, facts: tuple[str, ...] = ()) -> Raised:
+    """Which process: the worker, in the except clause. `facts`: what its user knows of it."""
     return Raised(
         type_name=type(error).__name__,
         text=_text_of(error),
         traceback="".join(traceback.format_exception(error)),
         pickled=_pickled(error),
         parts=_parts(error),
+        errno=(error.errno or 0) if isinstance(error, OSError) else 0,
+        facts=(*facts, *facts_of(error)),
     )
 
 

@@ -111,6 +111,7 @@ class Worker:
 
         for number in linux.NOTED_SIGNALS:
             signal.signal(number, note)
+        self._pulse.sender.install(linux.NOTED_SIGNALS)
         _mind_forks()
         crash = self._wiring.crash
         faulthandler.enable(file=crash, all_threads=True)

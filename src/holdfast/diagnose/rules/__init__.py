@@ -1,11 +1,13 @@
 """All rules, in the order in which they are asked: the most specific first."""
 
 from holdfast.diagnose.finding import Rule
-from holdfast.diagnose.rules import crash, data, hang, signals, startup
+from holdfast.diagnose.rules import crash, data, hang, limits, memory, signals, startup
 
 ALL: tuple[Rule, ...] = (
     *startup.RULES,
     *hang.RULES,
+    *memory.RULES,
+    *limits.RULES,
     *crash.RULES,
     *signals.RULES,
     *data.RULES,

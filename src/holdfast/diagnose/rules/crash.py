@@ -7,38 +7,43 @@ from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.local.linux import signal_name
 
-_MEANS = {
-    signal.SIGSEGV: "native code touched memory that is not its own",
-    signal.SIGABRT: "native code called abort(): a failed assertion, a corrupted heap, or an uncaught C++ exception",
-    signal.SIGBUS: "memory behind a mapping was gone: a mapped file was truncated, or its file system is full",
-    signal.SIGFPE: "native code divided an integer by zero",
-    signal.SIGILL: "native code was built for another CPU",
+_LAST_LINE = "the last Python line of the stack called the library that crashed; "
+_SKIP = 'Policy(bad_sample="skip") goes on without such samples'
+# signal -> (finding, what it means)
+_CRASHES = {
+    signal.SIGSEGV: ("worker-segfault", "native code touched memory that is not its own"),
+    signal.SIGABRT: (
+        "worker-aborted",
+        "native code called abort(): a failed assertion, a corrupted heap, or an uncaught C++ exception",
+    ),
+    signal.SIGBUS: ("worker-bus-error", "memory behind a mapping was gone: the mapped file was cut short"),
+    signal.SIGFPE: ("worker-arithmetic-fault", "native code divided an integer by zero"),
+    signal.SIGILL: ("worker-illegal-instruction", "native code was built for another processor"),
 }
+_ALMOST_NONE = 1 << 20
 
 
 def crashed(case: Case) -> Finding | None:
     """A fatal signal that a program raises against itself."""
     if case.cause is not Cause.SIGNAL or case.code not in OWN_FAULT:
         return None
-    name = signal_name(case.code)
-    means = _MEANS.get(signal.Signals(case.code), "native code crashed")
-    seen = [f"exit by {name}"]
-    if case.evidence is not None and case.evidence.stack:
+    number = signal.Signals(case.code)
+    name, means = _CRASHES.get(number, ("worker-terminated", "native code crashed"))
+    seen = [f"exit by {signal_name(case.code)}"]
+    advice = _LAST_LINE + _SKIP
+    evidence = case.evidence
+    if evidence is not None and evidence.stack:
         seen.append("the Python stack at the crash, below")
-    return Finding(
-        "worker-crashed",
-        f"{name}: {means}",
-        tuple(seen),
-        "look at the last Python line of the stack: it called the library that crashed; "
-        'Policy(bad_sample="skip") goes on without such samples',
-    )
+    if number == signal.SIGBUS and evidence is not None and 0 <= evidence.shm_free < _ALMOST_NONE:
+        means = "memory behind a mapping was gone: /dev/shm is full (of what the dataset put there; Holdfast does not)"
+        seen.append(f"{evidence.shm_free} bytes free in /dev/shm")
+        advice = "give the container a larger one: docker run --shm-size=8g, or an emptyDir of medium Memory"
+    return Finding(name, f"{signal_name(case.code)}: {means}", tuple(seen), advice)
 
 
 def exited(case: Case) -> Finding | None:
     """The process called exit by itself."""
-    if case.cause is not Cause.EXIT:
-        return None
-    if case.evidence is not None and case.evidence.fork_errno:
+    if case.cause is not Cause.EXIT or (case.evidence is not None and case.evidence.fork_errno):
         return None
     return Finding(
         "worker-exited",

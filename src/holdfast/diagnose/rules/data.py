@@ -1,7 +1,22 @@
-"""The dataset raised."""
+"""The dataset raised: which kind of trouble is it?"""
+
+import errno
+import re
 
 from holdfast.core.messages import Stage
 from holdfast.diagnose.finding import Case, Finding
+
+_FILES = {
+    errno.ESTALE: (
+        "stale-file",
+        "the file was replaced or removed on the server while it was open",
+        "reopen it and try again: Policy(retries=3)",
+    ),
+    errno.EACCES: ("permission-denied", "this user may not read it", "ls -l, and id: who runs the job?"),
+    errno.EPERM: ("permission-denied", "this user may not do that", "ls -l, and id: who runs the job?"),
+    errno.ENOENT: ("file-missing", "there is no such file", "is the data mounted on this machine, under this path?"),
+}
+_DIFFER = re.compile(r"stack expects each tensor to be equal size|should be of equal size|same shape", re.IGNORECASE)
 
 
 def retried(case: Case) -> Finding | None:
@@ -11,8 +26,64 @@ def retried(case: Case) -> Finding | None:
     return Finding(
         "sample-retried",
         f"it raised {case.raised.type_name}: {case.raised.text}; attempt {case.attempt} succeeded",
-        (f"{case.attempt - 1} failed attempts",),
+        (f"{case.attempt - 1} failed attempts", *case.raised.facts),
         "a service that fails now and then; the time it costs is in the report",
+    )
+
+
+def about_a_file(case: Case) -> Finding | None:
+    """The number of the error says what is wrong with the file."""
+    if case.raised is None or case.raised.errno not in _FILES or case.what == "boot":
+        return None
+    name, says, advice = _FILES[case.raised.errno]
+    return Finding(name, f"{says}: {case.raised.text}", case.raised.facts, advice)
+
+
+def cuda_in_fork(case: Case) -> Finding | None:
+    """CUDA cannot be used in a process that was forked after it was initialised."""
+    if case.raised is None or "re-initialize CUDA in forked subprocess" not in case.raised.text:
+        return None
+    return Finding(
+        "cuda-in-forked-worker",
+        "the dataset uses CUDA in a worker that was forked from a trainer which uses it too",
+        (f"{case.raised.type_name}: {case.raised.text}",),
+        'keep samples on the CPU (and DataLoader(pin_memory=True)), or multiprocessing_context="spawn"',
+    )
+
+
+def samples_differ(case: Case) -> Finding | None:
+    """Samples of different shapes in one batch."""
+    if case.raised is None or case.stage is not Stage.COLLATE or not _DIFFER.search(case.raised.text):
+        return None
+    return Finding(
+        "samples-differ",
+        "the samples of this batch have different shapes, and cannot be stacked",
+        case.raised.facts or (case.raised.text,),
+        "resize, crop or pad them in the dataset, or give a collate_fn that does",
+    )
+
+
+def unsendable(case: Case) -> Finding | None:
+    """What the sample holds cannot leave its process."""
+    if case.raised is None or case.raised.type_name != "CannotSend":
+        return None
+    return Finding(
+        "value-not-picklable",
+        case.raised.text.partition("\n")[0],
+        ("pickle and cloudpickle refused it",),
+        "return plain data (tensors, arrays, numbers, strings) instead, or give its class __reduce__",
+    )
+
+
+def diverged(case: Case) -> Finding | None:
+    """A stream that was replayed gave other items."""
+    if case.raised is None or case.raised.type_name != "StreamBroken" or "other items" not in case.raised.text:
+        return None
+    return Finding(
+        "stream-diverged",
+        case.raised.text.partition("\n")[0],
+        ("fingerprints of the items differ from those of the life before",),
+        "draw from the seeded generators only, or give the dataset state_dict and load_state_dict",
     )
 
 
@@ -21,12 +92,20 @@ def raised(case: Case) -> Finding | None:
     if case.raised is None:
         return None
     stage = "collate_fn" if case.stage is Stage.COLLATE else "the dataset"
+    text = f"{stage} raised {case.raised.type_name}: {case.raised.text}"
+    if case.raised.pickled is None:
+        return Finding(
+            "exception-not-picklable",
+            text,
+            ("the exception itself cannot be pickled; its class, text and attributes came as far as they could",),
+            "give it a plain __init__(self, *args) that passes them to super().__init__",
+        )
     return Finding(
         "collate-raised" if case.stage is Stage.COLLATE else "sample-raised",
-        f"{stage} raised {case.raised.type_name}: {case.raised.text}",
-        (f"after {case.attempt} attempt(s)",),
+        text,
+        (f"after {case.attempt} attempt(s)", *case.raised.facts),
         'fix or remove the sample; Policy(bad_sample="skip") goes on without it, Policy(retries=3) tries again',
     )
 
 
-RULES = (retried, raised)
+RULES = (retried, about_a_file, cuda_in_fork, samples_differ, unsendable, diverged, raised)

@@ -1,57 +1,152 @@
-"""The worker says nothing any more."""
+"""The worker says nothing any more: what does it wait for?"""
+
+import re
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.diagnose.finding import Case, Finding
+from holdfast.diagnose.finding import Case, Confidence, Finding
+from holdfast.local.evidence import View
+
+_FILE_CALLS = frozenset(
+    ("read", "write", "open", "openat", "pread64", "fsync", "flock", "fcntl", "newfstatat", "statx")
+)
+_SOCKET_CALLS = frozenset(("connect", "accept", "recvfrom", "recvmsg", "sendmsg"))
+_WAIT_CALLS = frozenset(("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"))
+_NETWORK_CODE = re.compile(r'/(socket|ssl|http/client|(urllib3?|requests|httpx|aiohttp|botocore)/\S+)\.py"')
+_LOCK_LINE = re.compile(r"\.acquire\(|\bwith \w*lock|\.wait\(|\.join\(|\.get\(|\.put\(|\block\b", re.IGNORECASE)
+_LOCK_CODE = re.compile(r'/(threading|queue|multiprocessing/(synchronize|queues|managers|pool))\.py"')
+_BUSY = 0.5
 
 
-def _seen(case: Case) -> tuple[str, ...]:
-    seen = [f"no sign of life for {case.seconds:.1f} s in stage {_stage(case)}"]
-    if case.evidence is not None:
-        if case.evidence.state == "T":
-            seen.append("the process is stopped (SIGSTOP, Ctrl-Z, a debugger)")
-        elif case.evidence.state == "D":
-            seen.append("the kernel has it in an uninterruptible wait: disk or network file system")
-        if case.evidence.stack:
-            seen.append("its Python stack at that moment, below")
+def _seen(case: Case, view: View) -> tuple[str, ...]:
+    seen = [f"no sign of life for {case.seconds:.1f} s in stage {(case.stage or Stage.IDLE).name.lower()}"]
+    if view.call and view.call != "running":
+        seen.append(f"in the system call {view.call}" + (f" on {view.on}" if view.on else ""))
+    if view.state == "D":
+        seen.append(f"state D (uninterruptible) {('in ' + view.channel) if view.channel else ''}".rstrip())
+    if view.call == "running":
+        seen.append(f"in no system call: it computes ({view.busy:.0%} of a processor)")
+    if view.line:
+        seen.append(f"on the line: {view.line}")
+    if case.evidence is not None and case.evidence.stack:
+        seen.append("its Python stack, below")
     return tuple(seen)
 
 
-def _stage(case: Case) -> str:
-    return (case.stage or Stage.IDLE).name.lower()
-
-
-def past_deadline(case: Case) -> Finding | None:
-    """We killed it for `sample_timeout`."""
-    if case.cause is not Cause.DEADLINE:
+def hung(case: Case) -> Finding | None:
+    """Past `sample_timeout`, or silent for long."""
+    if case.cause is not Cause.DEADLINE and case.what != "silent":
         return None
-    stopped = case.evidence is not None and case.evidence.state == "T"
-    if stopped:
+    view = case.evidence.view if case.evidence is not None and case.evidence.view is not None else View()
+    killed = case.cause is Cause.DEADLINE
+    for judge in (_stopped, _uninterruptible, _network, _file, _lock, _computing):
+        verdict = judge(case, view)
+        if verdict is not None:
+            name, says, advice, confidence = verdict
+            return Finding(name, says, _seen(case, view), advice, confidence)
+    if killed:
         return Finding(
-            "worker-stopped",
-            "the worker had been stopped from outside and did not go on",
-            _seen(case),
-            "find who sent SIGSTOP; a stopped worker holds its sample for ever",
+            "sample-hung",
+            f"it took longer than sample_timeout={case.sample_timeout:g} s, and was killed for it",
+            _seen(case, view),
+            "the last line of the stack is where it waits: give that call a timeout of its own, "
+            "or raise Policy(sample_timeout=...) if it is only slow",
         )
-    return Finding(
-        "sample-hung",
-        f"it took longer than sample_timeout={case.sample_timeout:g} s, and was killed for it",
-        _seen(case),
-        "the last line of the stack is where it waits: give that call a timeout of its own, "
-        "or raise Policy(sample_timeout=...) if it is only slow",
-    )
-
-
-def silent(case: Case) -> Finding | None:
-    """No deadline is set, and nothing has been heard for long."""
-    if case.what != "silent":
-        return None
     return Finding(
         "worker-silent",
         f"worker {case.worker} has said nothing for {case.code} s; it was left alone",
-        _seen(case),
+        _seen(case, view),
         "set Policy(sample_timeout=seconds) to have such a worker killed and its sample tried again",
         "possible",
     )
 
 
-RULES = (past_deadline, silent)
+Verdict = tuple[str, str, str, Confidence] | None
+
+
+def _stopped(case: Case, view: View) -> Verdict:
+    if view.state not in ("T", "t"):
+        return None
+    says = "it had been stopped from outside (SIGSTOP, Ctrl-Z, a debugger) and did not go on"
+    return "worker-stopped", says, "find who sends SIGSTOP; a stopped worker holds its sample for ever", "certain"
+
+
+def _uninterruptible(case: Case, view: View) -> Verdict:
+    if view.state != "D":
+        return None
+    what = f"{view.on} ({view.file_system})" if view.on else "a disk or a network file system"
+    says = f"the kernel has it in an uninterruptible wait for {what}"
+    return "hang-uninterruptible", says, "look at `dmesg` and at the server or disk behind it", "certain"
+
+
+def _network(case: Case, view: View) -> Verdict:
+    stack = case.evidence.stack if case.evidence is not None else ""
+    names = "getaddrinfo" in stack or "getaddrinfo" in view.line
+    if not (view.call in _SOCKET_CALLS or view.on == "socket" or names or _NETWORK_CODE.search(stack)):
+        return None
+    if view.call not in _SOCKET_CALLS | _WAIT_CALLS | {"read", "write", ""}:
+        return None
+    says = "it waits for " + ("a name to be looked up (DNS)" if names else "another computer, on a socket")
+    return (
+        "hang-network",
+        says,
+        "give that call a timeout: socket.setdefaulttimeout(30), or the library's own",
+        "likely",
+    )
+
+
+def _file(case: Case, view: View) -> Verdict:
+    if view.call not in _FILE_CALLS:
+        return None
+    what = {"pipe": "a pipe", "": "a file"}.get(view.on, view.on)
+    where = f", on {view.file_system}" if view.file_system else ""
+    says = f"it waits in {view.call} for {what}{where}"
+    advice = "look at what feeds that file, pipe or file system; copy the data to a local disk"
+    return "hang-io", says, advice, "certain"
+
+
+def _lock(case: Case, view: View) -> Verdict:
+    if view.call != "futex":
+        return None
+    stack = case.evidence.stack if case.evidence is not None else ""
+    own_lock = bool(_LOCK_LINE.search(view.line) or _LOCK_CODE.search(stack.partition("\n\n")[0][:400]))
+    threads = _threads_at_fork(case)
+    if threads > 1 and own_lock and "new keeper" in case.did:
+        return (
+            "hang-inherited-lock",
+            f"a lock that some thread of the trainer held at the fork ({threads} threads): here nobody will release it",
+            'multiprocessing_context="spawn", or make the loader before those threads',
+            "likely",
+        )
+    if threads > 1 and not own_lock:
+        return _fork_after_threads(threads, "likely")
+    says = "it waits for a lock that is not released"
+    return "hang-lock", says, "the stack shows which lock; who holds it, and will it ever let go?", "likely"
+
+
+def _threads_at_fork(case: Case) -> int:
+    if case.start_method != "fork" or case.evidence is None:
+        return 0
+    return case.evidence.trainer_threads
+
+
+def _fork_after_threads(threads: int, confidence: Confidence) -> Verdict:
+    return (
+        "fork-after-threads",
+        f"native code waits for threads that a fork does not copy (the trainer had {threads} threads then)",
+        'multiprocessing_context="spawn"; or one thread in workers: torch.set_num_threads(1), cv2.setNumThreads(0), '
+        "OMP_NUM_THREADS=1",
+        confidence,
+    )
+
+
+def _computing(case: Case, view: View) -> Verdict:
+    if view.busy < _BUSY and not (view.call == "running" and view.state == "R"):
+        return None
+    threads = _threads_at_fork(case)
+    if threads > 1 and "new keeper" in case.did:
+        return _fork_after_threads(threads, "possible")  # a library that spins while it waits looks like this, too
+    says = "it computes without an end: a loop, or native code that does not come back"
+    return "hang-native", says, "the last line of the stack is the call; try that sample alone", "likely"
+
+
+RULES = (hung,)

@@ -1,10 +1,28 @@
-"""Somebody sent a signal."""
+"""Somebody sent a signal: who, and why?"""
 
+import re
 import signal
 
 from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import Case, Finding
+from holdfast.diagnose.rules.memory import memory_seen
+from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
+
+# What schedulers' processes are called, and what to set there.
+_SCHEDULERS = (
+    (re.compile(r"slurmstepd|slurmd\b"), "Slurm", "sacct -j $SLURM_JOB_ID shows why; #SBATCH --time, --mem"),
+    (re.compile(r"CoarseGrainedExecutorBackend|org\.apache\.spark"), "Spark", "the executor's log shows why"),
+    (re.compile(r"yarn|NodeManager|container-executor"), "YARN", "yarn logs -applicationId shows why"),
+    (re.compile(r"containerd-shim|kubelet|runc\b|dockerd|conmon"), "the container runtime", "kubectl describe pod"),
+    (re.compile(r"\braylet\b|ray::"), "Ray", "ray logs, and `ray memory`, show why"),
+    (
+        re.compile(r"\btorchrun\b|torch/distributed/(run|launch)"),
+        "torchrun",
+        "its log names the first rank to fail",
+    ),
+    (re.compile(r"(^|/)java\b"), "a JVM", "the log of that JVM shows why it ends its children"),
+)
 
 
 def keeper_lost(case: Case) -> Finding | None:
@@ -20,18 +38,90 @@ def keeper_lost(case: Case) -> Finding | None:
 
 
 def killed(case: Case) -> Finding | None:
-    """SIGKILL: cannot be caught, and does not say who sent it."""
-    if case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
+    """SIGKILL: cannot be caught, and does not say who sent it. Not us; and no counter shows a kill for memory."""
+    evidence = case.evidence
+    if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
-    seen = ["exit by SIGKILL, which Holdfast did not send"]
-    if case.evidence is not None and case.evidence.peak_bytes:
-        seen.append(f"it had used up to {case.evidence.peak_bytes / 2**20:.0f} MiB")
+    seen = ("exit by SIGKILL, which Holdfast did not send", *memory_seen(evidence), *_around(evidence))
+    if case.needed and case.strike >= case.needed and "new worker" not in case.did:
+        return Finding(
+            "poison-sample",
+            f"this sample has ended {case.strike} lives by SIGKILL, too often for chance",
+            seen,
+            'load it alone and look at its memory; Policy(bad_sample="skip") goes on without it',
+            "likely",
+        )
+    if not evidence.counters:
+        return Finding(
+            "worker-killed",
+            "something killed it: the kernel for memory, a scheduler, or a person; its counters cannot be read here",
+            seen,
+            "look at `dmesg | grep -i oom` and at the scheduler's log",
+            "possible",
+        )
     return Finding(
         "worker-killed",
-        "something killed it: the kernel for memory, a scheduler, or a person",
-        tuple(seen),
-        "look at `dmesg | grep -i oom` and at the scheduler's log; fewer workers need less memory",
-        "possible",
+        "something outside killed it, and not the kernel for memory",
+        (*seen, "the kernel's counters of kills for memory did not rise"),
+        "look at the scheduler's log, and for whoever runs kill -9 or pkill here",
+        "likely",
+    )
+
+
+def _around(evidence: Evidence) -> tuple[str, ...]:
+    return (f"this runs under {', '.join(evidence.worlds)}",) if evidence.worlds else ()
+
+
+def _from(case: Case) -> str:
+    sender = case.evidence.sender if case.evidence is not None else None
+    return f"sent by {sender}" if sender is not None else "sender unknown"
+
+
+def interrupted(case: Case) -> Finding | None:
+    """Ctrl-C in the terminal reaches every process of the group."""
+    sender = case.evidence.sender if case.evidence is not None else None
+    if case.what != "signal" or case.code != signal.SIGINT or sender is None or not sender.from_kernel:
+        return None
+    return Finding(
+        "interrupted",
+        f"Ctrl-C was pressed; worker {case.worker} noted that and went on",
+        (f"SIGINT {_from(case)}",),
+        "nothing: the trainer decides what a stop means",
+    )
+
+
+def scheduled(case: Case) -> Finding | None:
+    """A scheduler's process is the sender, or among its parents."""
+    sender = case.evidence.sender if case.evidence is not None else None
+    if case.what != "signal" or sender is None:
+        return None
+    for _, command in sender.commands[:2]:
+        for pattern, name, advice in _SCHEDULERS:
+            if pattern.search(command):
+                return Finding(
+                    "terminated-by-scheduler",
+                    f"{name} sent {signal_name(case.code)}: it is about to end this job, or this container; "
+                    f"worker {case.worker} noted that and went on",
+                    (f"{signal_name(case.code)} {_from(case)}", *_seen_around(case)),
+                    f"{advice}; save a checkpoint when the trainer gets the same signal",
+                )
+    return None
+
+
+def _seen_around(case: Case) -> tuple[str, ...]:
+    return _around(case.evidence) if case.evidence is not None else ()
+
+
+def noted(case: Case) -> Finding | None:
+    """A signal that the worker noted, and survived."""
+    if case.what != "signal":
+        return None
+    name = signal_name(case.code)
+    return Finding(
+        "worker-signalled",
+        f"worker {case.worker} was sent {name}; it noted that and went on",
+        (f"{name} {_from(case)}", *_seen_around(case)),
+        "schedulers signal the whole process group before a time limit; the trainer decides what a stop means",
     )
 
 
@@ -49,17 +139,4 @@ def ended_by_signal(case: Case) -> Finding | None:
     )
 
 
-def noted(case: Case) -> Finding | None:
-    """A signal that the worker noted, and survived."""
-    if case.what != "signal":
-        return None
-    name = signal_name(case.code)
-    return Finding(
-        "worker-signalled",
-        f"worker {case.worker} was sent {name}; it noted that and went on",
-        (f"{name} arrived in process {case.pid}",),
-        "schedulers signal the whole process group before a time limit; the trainer decides what a stop means",
-    )
-
-
-RULES = (keeper_lost, killed, ended_by_signal, noted)
+RULES = (keeper_lost, killed, interrupted, scheduled, noted, ended_by_signal)

@@ -1,0 +1,91 @@
+"""Memory ran out: the kernel killed a worker, we did, or an allocation was refused."""
+
+import errno
+import signal
+
+from holdfast.core.messages import Cause
+from holdfast.diagnose.finding import Case, Finding
+from holdfast.local.evidence import Evidence
+
+
+def oom_killed(case: Case) -> Finding | None:
+    """The kernel's own counter rose with this death, or its log names the process."""
+    evidence = case.evidence
+    if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
+        return None
+    if evidence.oom is None and not evidence.kernel_log:
+        return None
+    seen = []
+    scope = "of its cgroup" if evidence.group is not None and evidence.group.memory_limit is not None else "of the host"
+    if evidence.oom is not None:
+        seen.append(f"{evidence.oom.scope} oom_kill {evidence.oom.before} -> {evidence.oom.after}")
+        scope = "of its cgroup" if evidence.oom.scope == "cgroup" else "of the host"
+    if evidence.kernel_log:
+        seen.append(f"kernel log: {evidence.kernel_log}")
+    return Finding(
+        "worker-oom-killed",
+        f"the kernel killed it, because the memory {scope} was used up",
+        (*seen, *memory_seen(evidence)),
+        'fewer workers (num_workers), a smaller prefetch_factor or batch; Policy(worker_memory="4GiB") names the '
+        "line that allocates",
+        "certain" if evidence.kernel_log or (evidence.oom is not None and evidence.oom.scope == "cgroup") else "likely",
+    )
+
+
+def memory_seen(evidence: Evidence) -> tuple[str, ...]:
+    """What is known of the worker's memory, in words."""
+    seen = []
+    readings = [(ago, size) for ago, size in evidence.memory if size]
+    if readings:
+        ago, size = readings[-1]
+        seen.append(f"the worker used {size / 2**20:.0f} MiB {ago:.1f} s before")
+    if evidence.peak_bytes:
+        seen.append(f"at most {evidence.peak_bytes / 2**20:.0f} MiB")
+    group = evidence.group
+    if group is not None and group.memory_limit is not None:
+        seen.append(f"limit of the cgroup {group.memory_limit / 2**20:.0f} MiB")
+    return tuple(seen)
+
+
+def over_limit(case: Case) -> Finding | None:
+    """We killed it for `worker_memory`."""
+    if case.cause is not Cause.MEMORY:
+        return None
+    return Finding(
+        "worker-over-memory",
+        "it grew past Policy(worker_memory=...), and was killed for it",
+        memory_seen(case.evidence) if case.evidence is not None else (),
+        "look at what this sample allocates; raise worker_memory if it is right",
+    )
+
+
+def refused(case: Case) -> Finding | None:
+    """An allocation failed, and Python said so."""
+    raised = case.raised
+    if raised is None:
+        return None
+    text = f"{raised.type_name}: {raised.text}"
+    if raised.type_name != "MemoryError" and raised.errno != errno.ENOMEM and "can't allocate memory" not in text:
+        return None
+    if any(fact.startswith("RLIMIT_AS") for fact in raised.facts):
+        return Finding(
+            "address-space-limited",
+            "an allocation was refused: the address space of the process is limited (RLIMIT_AS)",
+            raised.facts,
+            "raise spark.executor.pyspark.memory, which is this limit, or `ulimit -v unlimited`: torch alone takes "
+            "gigabytes of addresses",
+            "likely",
+        )
+    limited = case.worker_memory is not None and any(fact.startswith("RLIMIT_DATA") for fact in raised.facts)
+    why = "past Policy(worker_memory=...)" if limited else "the system had no more, or the size asked for is absurd"
+    return Finding(
+        "allocation-refused",
+        f"an allocation was refused: {why}; {text}",
+        raised.facts,
+        "the traceback ends on the line that asks for it; "
+        + ("raise worker_memory if it is right" if limited else "look at the size it asks for"),
+        "certain" if limited else "likely",
+    )
+
+
+RULES = (oom_killed, over_limit, refused)

@@ -1,0 +1,39 @@
+"""Which samples of a batch are unlike the others? Asked when they cannot be stacked."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_MOST = 5
+_DEPTH = 6
+
+
+def differing(samples: Any, indices: Any) -> tuple[str, ...]:
+    """The samples whose shapes are not what most have, in words."""
+    if not isinstance(samples, list) or len(samples) < 2:
+        return ()
+    names = [f"index {index!r}" for index in indices] if indices is not None else []
+    if len(names) != len(samples):
+        names = [f"sample {position} of the batch" for position in range(len(samples))]
+    shapes = [dict(_shapes(sample, "", _DEPTH)) for sample in samples]
+    facts = []
+    for path in dict.fromkeys(path for found in shapes for path in found):
+        usual, _ = Counter(found.get(path) for found in shapes).most_common(1)[0]
+        for name, found in zip(names, shapes, strict=True):
+            if found.get(path) != usual:
+                what = f"{path} of {name}" if path else name
+                facts.append(f"{what} is {found.get(path, 'not there')}, most are {usual or 'not there'}")
+    return tuple(facts[:_MOST]) + ((f"and {len(facts) - _MOST} more",) if len(facts) > _MOST else ())
+
+
+def _shapes(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        yield path, str(tuple(shape))
+    elif depth and isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _shapes(part, f"{path}[{key!r}]", depth - 1)
+    elif depth and isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        yield f"len(){path and ' of '}{path}", str(len(value))
+        for position, part in enumerate(value):
+            yield from _shapes(part, f"{path}[{position}]", depth - 1)
