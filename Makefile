@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of this torch is enough for everything here; TORCH=torch takes the newest.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint soak-ledger bench compat clean
+.PHONY: demo test lint soak-ledger causes bench compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ soak-ledger: $(VENV)/ready
 	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0 -o faulthandler_timeout=0
 	$(BIN)/python -m tests.core.soak 10000
 
+# Every cause that can be made here, on real processes, against the finding that is named for it.
+causes: $(VENV)/ready
+	$(BIN)/python -m tests.faults.causes
+
 # Against torch's own loader, interleaved in one run; five minutes.
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/loader.py
@@ -42,4 +46,4 @@ compat:
 	PYTHON=$(PYTHON) ./tests/compat.sh
 
 clean:
-	rm -rf $(VENV) .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* src/holdfast/*/*.so build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

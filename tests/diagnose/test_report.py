@@ -33,8 +33,9 @@ def test_the_text_is_asserted_whole():
         "  worker-segfault: SIGSEGV: native code touched memory that is not its own\n"
         "    seen   exit by SIGSEGV; the Python stack at the crash, below\n"
         "    did    left the sample out\n"
-        "    try    look at the last Python line of the stack: it called the library that crashed; "
+        "    try    the last Python line of the stack called the library that crashed; "
         'Policy(bad_sample="skip") goes on without such samples\n'
+        "    more   holdfast explain worker-segfault\n"
         "    stack\n"
         "      Fatal Python error: Segmentation fault"
     )

@@ -336,17 +336,18 @@ def named(cause: Cause) -> tuple[str, str]:
 
 
 def main(wanted: list[str]) -> int:
-    wrong = 0
+    made = wrong = 0
     for cause in CAUSES:
         if wanted and not any(word in cause.name for word in wanted):
             continue
+        made += 1
         finding, said = named(cause)
         right = finding == cause.finding and all(word in said for word in cause.words)
         wrong += not right
         print(f"{cause.name:36s} {finding:28s} {'' if right else 'WRONG, should be ' + cause.finding}", flush=True)
         if not right:
             print(said)
-    print(f"{len(CAUSES)} causes, {wrong} named wrongly")
+    print(f"{made} causes, {wrong} named wrongly")
     return int(wrong > 0)
 
 

@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from holdfast.cli import demo
+from holdfast.cli import demo, doctor, explain, repro
 from holdfast.errors import HoldfastError
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ apply. The first finding wins, so the rules stand from the most to the least spe
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.local.evidence import Evidence
@@ -14,6 +14,16 @@ from holdfast.local.raised import Raised
 
 Confidence = Literal["certain", "likely", "possible"]
 What = Literal["exited", "silent", "signal", "raised", "retried", "boot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What it takes to load a sample once more, with the same random numbers: those before it in its batch."""
+
+    seed: int
+    batch: int
+    indices: tuple[Any, ...]
+    position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,7 @@ class Case:
     sample_timeout: float | None = None
     worker_memory: int | None = None
     start_method: str = "fork"
+    again: Again | None = None
     did: str = ""
 
 

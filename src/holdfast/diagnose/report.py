@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.diagnose.finding import Case, Finding, find
+from holdfast.diagnose.finding import Again, Case, Finding, find
 from holdfast.diagnose.rules import ALL
+from holdfast.diagnose.runfolder import RunFolder
 from holdfast.local.linux import signal_name
 
 SCHEMA = 1
@@ -37,12 +38,13 @@ class Incident:
     signal: str | None
     exit_code: int | None
     stack: str
+    again: Again | None = None
 
     def __str__(self) -> str:
         lines = [self.headline, f"  {self.finding}: {self.says}"]
         lines += [f"    seen   {'; '.join(self.seen)}"] if self.seen else []
         lines += [f"    did    {self.did}"] if self.did else []
-        lines += [f"    try    {self.advice}"]
+        lines += [f"    try    {self.advice}", f"    more   holdfast explain {self.finding}"]
         if self.stack:
             lines += ["    stack", *(f"      {line}" for line in self.stack.splitlines())]
         return "\n".join(lines)
@@ -86,6 +88,7 @@ def incident_of(case: Case) -> Incident:
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
         stack=_users_frames(evidence.stack) if evidence is not None and evidence.stack else _traceback(case),
+        again=case.again,
     )
 
 
@@ -165,8 +168,12 @@ class Record:
     bad_samples: list[BadSample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     waited_s: float = 0.0
+    kept_in: RunFolder | None = None
+    """Where incidents are written at once, so that they outlive the trainer."""
 
     def add(self, incident: Incident) -> None:
+        if self.kept_in is not None:
+            self.kept_in.write(asdict(incident))
         self.counts[f"incident:{incident.finding}"] += 1
         if len(self.incidents) < KEPT:
             self.incidents.append(incident)

@@ -7,6 +7,7 @@ import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.diagnose.report import Incident, Record, Report
+from holdfast.diagnose.runfolder import RunFolder
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import WorkerIterator
 from holdfast.policy import Policy
@@ -64,6 +65,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
         self.policy = policy
         self._record = Record()
+        if folder := os.environ.get("HOLDFAST_RUN_DIR"):
+            self._record.kept_in = RunFolder(folder, dataset)
         super().__init__(
             dataset,
             batch_size,

@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _shar
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Drawn, Lost, Send
 from holdfast.core.supervisor import Supervisor
+from holdfast.diagnose.finding import Again
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
@@ -100,7 +101,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._given: list[Any] = []  # all indices so far, for "replace"
         self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
         self._snapshots: dict[int, Any] = {}  # worker -> the last state of its stream that it sent
-        self._at_hand: dict[int, Any] = {}  # the task that is being told of, which is in `_asked` no more
+        self._at_hand: tuple[int, Any] = (-1, None)  # the task that is being told of, which is in `_asked` no more
         self._drained = False
         self._over = False
         self._last_words: BaseException | None = None
@@ -246,17 +247,19 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _open(self, task: int, asked: Any, result: object) -> tuple[Any] | None:
         """The batch in a 1-tuple; None where nothing was left of it. Raises what the user must see."""
         if isinstance(result, Lost):
-            self._at_hand = {task: asked}
+            self._at_hand = (task, asked)
             raise self._teller.lost(result)
         assert isinstance(result, Parcel)
         content = self._host.take_out(result)
         if result.failed:
+            self._at_hand = (task, asked)
             raise self._teller.failure(content, task - self._first_task, result.worker)
         notes, batch = content
         counts = self._record.counts
         if notes is None:
             counts["samples"] += len(asked) if self._auto_collation else 1
         else:
+            self._at_hand = (task, asked)
             counts["samples"] += self._take_notes(notes, asked, task - self._first_task, result.worker)
             if batch is None and not self._iterable:
                 return None
@@ -282,14 +285,15 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     # What the user is told -----------------------------------------------------------------------------------------
 
-    def _index_of(self, task: int, position: int) -> object:
-        """Which sample that is; None where there is none to name."""
-        asked = self._asked.get(task, self._at_hand.get(task))
+    def _sample_of(self, task: int, position: int) -> tuple[object, Again | None]:
+        """Which sample that is, and how to load it again; None where there is none to name."""
+        asked = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
         if asked is None or self._iterable or position < 0:
-            return None
-        if not self._auto_collation:
-            return asked
-        return asked[position] if position < len(asked) else None
+            return None, None
+        indices = tuple(asked) if self._auto_collation else (asked,)
+        if position >= len(indices):
+            return None, None
+        return indices[position], Again(self._seed, task - self._first_task, indices[: position + 1], position)
 
     def _take_notes(self, notes: Any, asked: Any, batch: int, worker: int) -> int:
         """What went wrong on the way to a batch, and a stream's place after it; gives how many samples are in it."""
@@ -341,12 +345,12 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._teller.incident(silence)
 
 
-def _name_of(iterator: WorkerIterator) -> Callable[[int, int], object]:
+def _name_of(iterator: WorkerIterator) -> Callable[[int, int], tuple[object, Again | None]]:
     """Names samples without keeping the iterator, and with it the processes, alive."""
     weak = weakref.ref(iterator)
 
-    def index_of(task: int, position: int) -> object:
+    def sample_of(task: int, position: int) -> tuple[object, Again | None]:
         alive = weak()
-        return None if alive is None else alive._index_of(task, position)
+        return (None, None) if alive is None else alive._sample_of(task, position)
 
-    return index_of
+    return sample_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.core.host import Silence
 from holdfast.core.messages import Exited, Lost, Note, Place, Stage, Stop
-from holdfast.diagnose.finding import Case
+from holdfast.diagnose.finding import Again, Case
 from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.fetch import Failure, Trouble
@@ -25,19 +25,19 @@ _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": 
 
 
 class Teller:
-    """One iterator's voice. `index_of(task, position)` names a sample; `pid_of(worker)` a process."""
+    """One iterator's voice. `sample_of(task, position)`: its index, and how to load it again; `pid_of(worker)`."""
 
     def __init__(
         self,
         record: Record,
         policy: Policy,
         start_method: str,
-        index_of: Callable[[int, int], object],
+        sample_of: Callable[[int, int], tuple[object, Again | None]],
         pid_of: Callable[[int], int | None],
     ) -> None:
         self._record = record
         self._policy = policy
-        self._index_of = index_of
+        self._sample_of = sample_of
         self._pid_of = pid_of
         self._blank = Case(
             what="exited",
@@ -87,7 +87,8 @@ class Teller:
         if on is not None:
             facts |= {"stage": on.stage, "seconds": on.seconds}
             if on.stage >= Stage.FETCH and on.task >= self.first_task:
-                facts |= {"task": on.task - self.first_task, "index": self._index_of(on.task, on.position)}
+                index, again = self._sample_of(on.task, on.position)
+                facts |= {"task": on.task - self.first_task, "index": index, "again": again}
         return replace(self._blank, **facts)
 
     def lost(self, lost: Lost) -> WorkerLost:
@@ -102,9 +103,11 @@ class Teller:
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 
-    def _raised(self, raised: Raised, worker: int, batch: int, index: object, **facts: Any) -> Case:
+    def _raised(self, raised: Raised, worker: int, batch: int, index: object, position: int, **facts: Any) -> Case:
         pid = self._pid_of(worker) or 0
-        return replace(self._blank, worker=worker, pid=pid, task=batch, index=index, raised=raised, **facts)
+        _, again = self._sample_of(batch + self.first_task, position)
+        facts |= {"worker": worker, "pid": pid, "task": batch, "index": index, "raised": raised, "again": again}
+        return replace(self._blank, **facts)
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
         """A sample raised, and the policy dealt with it."""
@@ -118,6 +121,7 @@ class Teller:
                 worker,
                 batch,
                 trouble.index,
+                trouble.position,
                 what="retried" if trouble.fate == "retried" else "raised",
                 stage=Stage.FETCH,
                 attempt=trouble.attempts,
@@ -132,6 +136,7 @@ class Teller:
             worker,
             batch,
             failure.index,
+            failure.position,
             what="raised",
             stage=failure.stage,
             attempt=failure.attempts,

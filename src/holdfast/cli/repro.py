@@ -1,0 +1,126 @@
+"""Load the sample of an incident once more, with the same random numbers, in this process or under a debugger.
+
+A sample that ended its worker is loaded in a child: what kills it shall not kill this.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.doctor import BadInput, make_dataset
+from holdfast.diagnose.finding import Again
+from holdfast.loader.again import load_again
+from holdfast.local.linux import signal_name
+
+# Findings of which the sample may end, or hang, the process that loads it.
+_DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="incidents-*.jsonl of a run with HOLDFAST_RUN_DIR=folder")
+    parser.add_argument("--incident", type=int, help="its number in the file (the last one with a sample)")
+    parser.add_argument("--dataset", metavar="module:name", help="made anew, where it does not lie beside the file")
+    parser.add_argument("--pdb", action="store_true", help="in the debugger, where the sample raises")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """0: it loads now. 1: it failed again. 2: bad input."""
+    try:
+        incident = _incident(Path(chosen.file), chosen.incident)
+        dataset = _dataset(Path(chosen.file), chosen.dataset)
+    except BadInput as error:
+        print(f"holdfast repro: {error}", file=sys.stderr)
+        return 2
+    told = incident["again"]
+    again = Again(told["seed"], told["batch"], tuple(told["indices"]), told["position"])
+    print(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
+    print(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
+    if chosen.pdb:
+        return _debug(dataset, again)
+    if incident["finding"].startswith(_DEADLY):
+        return _in_child(dataset, again)
+    return _load(dataset, again)
+
+
+def _incident(file: Path, number: int | None) -> dict[str, Any]:
+    try:
+        incidents = [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot read {file}: {error}") from error
+    found = [i for i in incidents if i.get("again") and (number is None or i["number"] == number)]
+    if not found:
+        which = f"no incident {number} with a sample" if number is not None else "no incident with a sample"
+        raise BadInput(f"{which} in {file}; it has {len(incidents)} incidents")
+    last: dict[str, Any] = found[-1]
+    return last
+
+
+def _dataset(file: Path, target: str | None) -> Any:
+    if target is not None:
+        return make_dataset(target)[0]
+    kept = file.with_suffix(".dataset")
+    try:
+        return pickle.loads(kept.read_bytes())
+    except OSError as error:
+        raise BadInput(f"the dataset was not kept ({error}); say --dataset module:name") from error
+    except Exception as error:
+        raise BadInput(f"{kept} cannot be opened here ({error!r}); say --dataset module:name") from error
+
+
+def _load(dataset: Any, again: Again) -> int:
+    began = time.monotonic()
+    try:
+        sample = load_again(dataset, again)
+    except Exception:
+        traceback.print_exc()
+        print(f"it failed again, after {time.monotonic() - began:.1f} s")
+        return 1
+    print(f"it loads now, in {time.monotonic() - began:.1f} s: {type(sample).__name__}")
+    return 0
+
+
+def _debug(dataset: Any, again: Again) -> int:
+    import pdb
+
+    try:
+        load_again(dataset, again)
+    except Exception:
+        traceback.print_exc()
+        pdb.post_mortem(sys.exc_info()[2])
+        return 1
+    print("it loads now")
+    return 0
+
+
+def _in_child(dataset: Any, again: Again) -> int:
+    print("in a child of this process; Ctrl-C shows where it is, and ends it", flush=True)
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.enable()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        faulthandler.register(signal.SIGUSR1)
+        status = 1
+        try:
+            status = _load(dataset, again)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    try:
+        _, status = os.waitpid(pid, 0)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        print(f"the child was ended by {signal_name(-code)}")
+    return int(code != 0)

@@ -1,0 +1,181 @@
+"""What schedulers and container runtimes write: Slurm, LSF, PBS, Kubernetes, YARN, systemd; exit codes above 128."""
+
+from holdfast.diagnose.logs.clue import Clue, Family
+
+_LESS_MEMORY = "fewer workers, a smaller prefetch_factor or batch; or ask the scheduler for more memory"
+_RESUME = (
+    "ask for more time, or save and resume: with Holdfast, SIGTERM drains the loader and state_dict() resumes at the "
+    "next batch"
+)
+_EXIT = (
+    r"\b(?:exit(?:ed)?(?: (?:with|with a non-zero|is))*[ _]?(?:status|code)|status code|[Ee]xit ?Code\"?)(?: is)?[:= ]*"
+)
+
+SLURM = Family(
+    "Slurm, LSF and PBS",
+    (
+        Clue(
+            name="worker-oom-killed",
+            pattern=r"slurmstepd: error: Detected [1-9]\d* oom[-_]kill event",
+            says="the kernel killed a process of this Slurm step: the job reached the memory it had asked for",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
+        ),
+        Clue(
+            name="worker-oom-killed",
+            pattern=r"srun: error: \S+ task \S+: Out Of Memory",
+            says="Slurm reports a task that ran out of the job's memory",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"[Ee]xceeded (?:job|step) memory limit at some point",
+            says="the job touched its memory limit; that alone need not have killed it (files being written count too)",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
+            confidence="possible",
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"[Ee]xceeded (?:job|step) memory limit|exceeded memory limit \(\d+ > \d+\), being killed",
+            says="Slurm itself killed the job: it measured more memory than was asked for",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"CANCELLED AT (?P<when>\S+) DUE TO TIME LIMIT",
+            says="Slurm ended the job at {when}: its time was over",
+            advice=_RESUME + "; #SBATCH --signal=B:TERM@120 gives two minutes of warning",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"CANCELLED AT (?P<when>\S+) DUE TO (?P<why>PREEMPTION|NODE FAILURE|[A-Z ]+?) \*\*\*",
+            says="Slurm ended the job at {when}: {why}",
+            advice=_RESUME,
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT (?P<when>\S+)",
+            says="the Slurm job or step was cancelled at {when}: by scancel, or because another task of it failed",
+            advice="look at the lines before: srun cancels the rest of a step when one task fails (--kill-on-bad-exit)",
+        ),
+        Clue(
+            name="worker-killed",
+            pattern=r"srun: error: \S+ tasks? \S+: Killed",
+            says="a task of the Slurm step was ended by SIGKILL",
+            advice="sacct -j JOB --format=State,ExitCode,MaxRSS says whether it was memory",
+        ),
+        Clue(
+            name="worker-segfault",
+            pattern=r"srun: error: \S+ tasks? \S+: Segmentation fault",
+            says="a task of the Slurm step crashed in native code (SIGSEGV)",
+            advice="run it with PYTHONFAULTHANDLER=1 to see the Python line",
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"TERM_MEMLIMIT: job killed",
+            says="LSF killed the job for its memory",
+            advice=_LESS_MEMORY + " (-M, rusage[mem=...])",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"TERM_RUNLIMIT: job killed|PBS: job killed: walltime \d+ exceeded limit \d+",
+            says="the scheduler ended the job: its time was over",
+            advice=_RESUME,
+        ),
+    ),
+)
+
+CONTAINERS = Family(
+    "Kubernetes, Docker, systemd and YARN",
+    (
+        Clue(
+            name="worker-oom-killed",
+            pattern=r"\bOOMKilled\b(?!\"?\s*[:=]\s*(?:false|0\b|\"?false))",
+            says="the container reached its memory limit and the kernel killed a process in it",
+            advice=_LESS_MEMORY + " (resources.limits.memory). /dev/shm of type Memory counts towards the limit",
+        ),
+        Clue(
+            name="node-evicted",
+            pattern=r"The node was low on resource: (?P<what>[\w-]+)",
+            says="Kubernetes evicted the pod: its node ran short of {what}",
+            advice="set requests for {what}; keep caches and checkpoints on a volume, not in the container",
+        ),
+        Clue(
+            name="node-evicted",
+            pattern=r"(?:ephemeral local storage usage|Usage of EmptyDir volume \S+) exceeds the (?:total )?limit",
+            says="Kubernetes evicted the pod: it wrote more into its local storage than it may",
+            advice="raise the limit of ephemeral-storage or sizeLimit, and keep caches on a volume",
+        ),
+        Clue(
+            name="node-evicted",
+            pattern=r"\b[Rr]eason\"?:\s+\"?Evicted\b|The node had condition: \[(?:Disk|Memory|PID)Pressure\]",
+            says="Kubernetes evicted the pod from its node",
+            advice="kubectl describe pod says which resource ran short; requests close to what is used protect a pod",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"imminent node shutdown|\b[Rr]eason\"?:\s+\"?Preempt(?:ed|ing)\b|Preempted by (?:a )?pod",
+            says="the cluster took the node or the place of this pod away",
+            advice=_RESUME,
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"Container killed by YARN for exceeding (?:\w+ )?memory limits",
+            says="YARN killed the container: Java and Python together used more than it had asked for",
+            advice="raise spark.executor.memoryOverhead (Python's memory is in it, not in spark.executor.memory), or "
+            "run fewer tasks per executor (spark.executor.cores). If it says virtual memory: "
+            "yarn.nodemanager.vmem-check-enabled=false",
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"is running (?:\S+ )?beyond (?:the )?'?(?:physical|virtual|PHYSICAL|VIRTUAL)'? memory limit",
+            says="YARN's node manager found the container over its memory limit and killed it",
+            advice="raise spark.executor.memoryOverhead, or run fewer tasks per executor",
+        ),
+        Clue(
+            name="worker-oom-killed",
+            pattern=r"Failed with result 'oom-kill'",
+            says="systemd reports that the kernel killed a process of the unit for memory",
+            advice=_LESS_MEMORY + " (MemoryMax= of the unit)",
+        ),
+        Clue(
+            name="worker-killed",
+            pattern=r"Main process exited, code=killed, status=9/KILL",
+            says="systemd reports that the main process was ended by SIGKILL",
+            advice="journalctl -k | grep -i oom; else TimeoutStopSec= ran out after SIGTERM",
+        ),
+        Clue(
+            name="worker-killed",
+            pattern=_EXIT + r"137\b",
+            says="a process or container ended with 137, that is 128 + 9: SIGKILL",
+            advice="most often memory: look at dmesg, `kubectl describe pod` (OOMKilled) or the scheduler's log; else "
+            "somebody's patience after SIGTERM was over",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=_EXIT + r"143\b|Container killed on request\. Exit code is 143",
+            says="a process or container ended with 143, that is 128 + 15: it was asked to stop (SIGTERM)",
+            advice="look for who stopped it: the resource manager's log; pre-emption, a time limit, a lost driver, or "
+            "a container over its memory",
+            confidence="likely",
+        ),
+        Clue(
+            name="worker-segfault",
+            pattern=_EXIT + r"139\b",
+            says="a process ended with 139, that is 128 + 11: SIGSEGV, a crash in native code",
+            advice="run it with PYTHONFAULTHANDLER=1 to see the Python line",
+        ),
+        Clue(
+            name="worker-aborted",
+            pattern=_EXIT + r"134\b",
+            says="a process ended with 134, that is 128 + 6: SIGABRT, a native library gave up",
+            advice="the library usually says why in the lines before",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"^[ \t]*Killed by external signal",
+            says="the container was ended by a signal from outside",
+            advice="look at the node manager's log for the reason",
+            supports=True,
+        ),
+    ),
+)

@@ -1,0 +1,116 @@
+"""Findings are pure functions of evidence: what cannot be made on every machine is asked of made-up evidence."""
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from holdfast.core.messages import Cause, Stage
+from holdfast.diagnose.finding import Case, find
+from holdfast.diagnose.rules import ALL
+from holdfast.local.cgroups import Group
+from holdfast.local.evidence import Evidence, View
+from holdfast.local.oom import Oom
+from holdfast.local.raised import capture
+from holdfast.local.sender import Sender
+
+DEAD = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
+HUNG = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.DEADLINE, seconds=2.0, sample_timeout=2.0)
+SENT = Case(what="signal", worker=1, code=signal.SIGTERM)
+
+
+def seen(**facts):
+    return Evidence(pid=77, **facts)
+
+
+def named(case):
+    return find(case, ALL)
+
+
+def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
+    group = Group(memory_limit=64 << 30)
+    cgroup = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("cgroup", 3, 4), group=group)))
+    assert (cgroup.name, cgroup.confidence) == ("worker-oom-killed", "certain")
+    assert "cgroup oom_kill 3 -> 4" in cgroup.seen
+    host = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("host", 0, 1))))
+    assert (host.name, host.confidence) == ("worker-oom-killed", "likely")
+    log = named(replace(DEAD, evidence=seen(kernel_log="Out of memory: Killed process 77 (python)")))
+    assert (log.name, log.confidence) == ("worker-oom-killed", "certain")
+    outside = named(replace(DEAD, evidence=seen(counters=True)))
+    assert (outside.name, outside.confidence) == ("worker-killed", "likely")
+    unreadable = named(replace(DEAD, evidence=seen()))
+    assert (unreadable.name, unreadable.confidence) == ("worker-killed", "possible")
+
+
+def test_a_sample_that_is_killed_too_often_for_chance():
+    case = replace(DEAD, evidence=seen(counters=True), strike=2, needed=2, did="left the sample out")
+    assert named(case).name == "poison-sample"
+
+
+@pytest.mark.parametrize(
+    ("command", "who"),
+    [
+        ("/usr/sbin/slurmstepd: [1234.0]", "Slurm"),
+        ("/usr/lib/jvm/bin/java -cp x org.apache.spark.executor.CoarseGrainedExecutorBackend --id 1", "Spark"),
+        ("/usr/bin/java -Dproc_nodemanager org.apache.hadoop.yarn.server.nodemanager.NodeManager", "YARN"),
+        ("/usr/bin/containerd-shim-runc-v2 -namespace k8s.io", "the container runtime"),
+        ("/opt/ray/raylet/raylet --raylet_socket_name=x", "Ray"),
+        ("python -m torch/distributed/run train.py", "torchrun"),
+        ("/usr/bin/java -jar other.jar", "a JVM"),
+    ],
+)
+def test_schedulers_are_known_by_their_command_lines(command, who):
+    finding = named(replace(SENT, evidence=seen(sender=Sender(9, 0, 0, ((9, command), (1, "init"))))))
+    assert finding.name == "terminated-by-scheduler"
+    assert finding.says.startswith(f"{who} sent SIGTERM")
+
+
+def test_other_senders():
+    person = named(replace(SENT, evidence=seen(sender=Sender(9, 0, 0, ((9, "-bash"), (8, "sshd: me"))))))
+    assert person.name == "worker-signalled"
+    assert "-bash" in person.seen[0]
+    assert "sender unknown" in named(replace(SENT, evidence=seen())).seen[0]
+    terminal = replace(SENT, code=signal.SIGINT, evidence=seen(sender=Sender(0, 0, 0x80, ())))
+    assert named(terminal).name == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("view", "name"),
+    [
+        (View(state="D", call="read", on="/data/x.tar", file_system="nfs4"), "hang-uninterruptible"),
+        (View(state="T"), "worker-stopped"),
+        (View(state="S", call="read", on="/data/x.tar", file_system="nfs4"), "hang-io"),
+        (View(state="S", call="openat"), "hang-io"),
+        (View(state="S", call="poll", line="socket.getaddrinfo(host, 443)"), "hang-network"),
+        (View(state="S", call="recvfrom", on="socket"), "hang-network"),
+        (View(state="S", call="futex", line="with self.lock:"), "hang-lock"),
+        (View(state="R", call="running", busy=0.2), "hang-native"),
+        (View(state="S", call="clock_nanosleep"), "sample-hung"),
+        (View(), "sample-hung"),
+    ],
+)
+def test_what_a_hung_worker_waits_for(view, name):
+    assert named(replace(HUNG, evidence=seen(view=view))).name == name
+    silent = replace(HUNG, what="silent", cause=None, code=60, evidence=seen(view=view))
+    assert named(silent).name == ("worker-silent" if name == "sample-hung" else name)
+
+
+def test_the_file_system_is_named():
+    view = View(state="D", call="read", on="/data/x.tar", file_system="nfs4")
+    assert "/data/x.tar (nfs4)" in named(replace(HUNG, evidence=seen(view=view))).says
+
+
+def test_eagain_of_a_read_is_no_process_limit():
+    """The number alone does not decide."""
+    try:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    except BlockingIOError as error:
+        case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
+    assert named(case).name == "sample-raised"
+
+
+def test_a_rule_that_breaks_hides_nothing():
+    def broken(case):
+        raise ZeroDivisionError
+
+    assert "broken" in find(DEAD, (broken,)).says

@@ -1,0 +1,94 @@
+"""Incidents are written at once, and the sample of one can be loaded again with the same random numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from holdfast import DataLoader, Policy
+from holdfast.cli import main
+
+
+class Moody(Dataset):
+    """One sample raises with the random numbers that it drew, or kills its process."""
+
+    def __init__(self, deadly=False):
+        self.deadly = deadly
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        numbers = (torch.rand(1).item(), float(np.random.rand()))
+        if index == 6 and self.deadly:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if index == 6:
+            raise ValueError(f"drew {numbers}")
+        return index
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def run_epoch(dataset):
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, policy=Policy(bad_sample="skip", max_bad=1.0))
+    assert sum(len(batch) for batch in loader) == 11
+    return loader
+
+
+def test_a_sample_that_raised_raises_the_same_again(folder, capsys):
+    loader = run_epoch(Moody())
+    (file,) = folder.glob("*.jsonl")
+    (incident,) = map(json.loads, file.read_text().splitlines())
+    assert incident["finding"] == "sample-raised"
+    assert incident["again"]["indices"] == [4, 5, 6]
+    assert main(["repro", str(file)]) == 1
+    said = capsys.readouterr()
+    assert loader.incidents[0].says.partition("ValueError: ")[2] in said.err
+    assert "failed again" in said.out
+
+
+def test_a_sample_that_ended_its_worker_ends_a_child(folder, capfd):
+    run_epoch(Moody(deadly=True))
+    (file,) = folder.glob("*.jsonl")
+    assert main(["repro", str(file), "--incident", "0"]) == 1
+    said = capfd.readouterr()
+    assert "worker-segfault" in said.out and "ended by SIGSEGV" in said.out
+    assert "Segmentation fault" in said.err and "test_repro.py" in said.err
+
+
+def test_the_dataset_can_be_made_anew(folder, capsys):
+    run_epoch(Moody())
+    (file,) = folder.glob("*.jsonl")
+    file.with_suffix(".dataset").unlink()
+    assert main(["repro", str(file)]) == 2
+    assert "--dataset module:name" in capsys.readouterr().err
+    assert main(["repro", str(file), "--dataset", "tests.process.test_repro:Moody"]) == 1
+    assert main(["repro", str(file), "--incident", "7"]) == 2
+    assert main(["repro", str(file) + ".not"]) == 2
+
+
+def test_a_run_without_incidents_writes_nothing(folder):
+    assert len(list(DataLoader(range(8), num_workers=1))) == 8
+    assert not folder.exists()
+
+
+def test_incidents_outlive_a_killed_trainer(folder):
+    code = (
+        "import os, signal; from holdfast import DataLoader, Policy; from tests.process.test_repro import Moody\n"
+        "for batch in DataLoader(Moody(True), batch_size=4, num_workers=1, policy=Policy(bad_sample='skip')):\n"
+        "    if 7 in batch: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    (file,) = folder.glob("*.jsonl")
+    assert {json.loads(line)["index"] for line in file.read_text().splitlines()} == {6}
