@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.doctor import BadInput, make_dataset
+from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
 from holdfast.loader.again import load_again
 from holdfast.local.linux import signal_name
@@ -35,7 +35,8 @@ def run(chosen: argparse.Namespace) -> int:
     """0: it loads now. 1: it failed again. 2: bad input."""
     try:
         incident = _incident(Path(chosen.file), chosen.incident)
-        dataset = _dataset(Path(chosen.file), chosen.dataset)
+        with here_on_path():
+            dataset = _dataset(Path(chosen.file), chosen.dataset)
     except BadInput as error:
         print(f"holdfast repro: {error}", file=sys.stderr)
         return 2

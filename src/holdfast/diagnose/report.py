@@ -1,13 +1,15 @@
 """Incidents -> text, JSON. One record, `Incident`, is behind the log line, the exception text and the report."""
 
 import json
+import re
+import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Again, Case, Finding, find
-from holdfast.diagnose.rules import ALL
+from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.runfolder import RunFolder
 from holdfast.local.linux import signal_name
 
@@ -15,6 +17,8 @@ SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
 _EXAMPLES = 5
+_LABELLED = re.compile(r"\s*(seen|did|try|more) ")
+_NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ def _traceback(case: Case) -> str:
 
 
 def _headline(case: Case, finding: Finding) -> str:
-    who = f"worker {case.worker}"
+    who = f"worker {case.worker}" if case.worker >= 0 else "the keeper"
     match case.what:
         case "exited":
             end = _end(case)
@@ -168,6 +172,7 @@ class Record:
     bad_samples: list[BadSample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     waited_s: float = 0.0
+    ran_s: float = 0.0
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 
@@ -212,7 +217,17 @@ class Report:
             lines += [f"    and {more} more"] if more > 0 else []
         if not self.incidents:
             lines.append("  nothing went wrong")
+        lines += [f"  {f.name}: {f.says}; {'; '.join(f.seen)}\n    try    {f.advice}" for f in speed.of_stats(s)]
         return "\n".join(lines)
+
+    def text(self, width: int, colour: bool = False) -> str:
+        """`str()` for a terminal: lines broken at its width, the findings' names in bold."""
+        lines = []
+        for line in str(self).splitlines():
+            deep = len(line) - len(line.lstrip()) + (7 if _LABELLED.match(line) else 2)
+            lines += textwrap.wrap(line, width, subsequent_indent=" " * deep) if len(line) > width else [line]
+        text = "\n".join(lines)
+        return _NAMES.sub("\\1\033[1m\\2\033[0m", text) if colour else text
 
     def _findings(self) -> list[str]:
         return list(dict.fromkeys(i.finding for i in self.incidents))
@@ -236,6 +251,7 @@ class Report:
             "counts": dict(self._counts),
             "incidents": [asdict(i) for i in self.incidents],
             "bad_samples": [asdict(b) for b in self.bad_samples],
+            "speed": [asdict(f) for f in speed.of_stats(self.stats)],
         }
 
     def to_json(self) -> str:

@@ -104,7 +104,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         names = ("batches", "samples", "retries", "restarts", "bad_samples")
         return {name: counts[name] for name in names} | {
             "waited_s": round(self._record.waited_s, 3),
+            "ran_s": round(self._record.ran_s, 3),
             "workers": self.num_workers,
+            "cpus": available_cpus(),
         }
 
     def report(self) -> Report:

@@ -104,6 +104,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._at_hand: tuple[int, Any] = (-1, None)  # the task that is being told of, which is in `_asked` no more
         self._drained = False
         self._over = False
+        self._began = time.monotonic()
         self._last_words: BaseException | None = None
         self._teller.first_task = self._first_task
         running = [] if first_iter else self._ledger.lives
@@ -326,6 +327,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     # The end -------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
+        self._record.ran_s += time.monotonic() - self._began
         if not self._persistent_workers:
             self._shutdown_workers()
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Exited, Lost, Note, Place, Stage, Stop
+from holdfast.core.messages import Cause, Exited, Lost, Note, Place, Stage, Stop
 from holdfast.diagnose.finding import Again, Case
 from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
 from holdfast.errors import TooManyBad, WorkerLost
@@ -164,6 +164,11 @@ class Teller:
             case = self._death(Note(event, "gave up", 0, 0))
             incident = incident_of(case)
             why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
+            if event.cause is Cause.KEEPER:
+                why = (
+                    "the keeper, the process between trainer and workers, ends again and again; it may have printed "
+                    'why. With spawn: does the main module start the training under if __name__ == "__main__"? The last:'
+                )
             if event.on is not None and event.on.stage < Stage.IDLE:
                 why = "workers die before they are ready; the last:"
             return WorkerLost(f"{why}\n{incident}", case.index, case.worker, incident.stage, incident.stack or None)

@@ -157,9 +157,10 @@ def _keep(orders: Orders, job: Job, mask: Any) -> None:
     """Never returns."""
     status = 1
     try:
-        note_signals_only()
+        signals = note_signals_only()
+        keeper = Keeper(orders, job, signals)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        Keeper(orders, job).run()
+        keeper.run()
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -186,5 +187,4 @@ def spawn_keeper(orders: Orders, job: Job) -> BaseProcess:
 
 
 def _keep_spawned(cord: Cord, package: Package) -> None:
-    note_signals_only()
-    Keeper(cord.cut(), package).run()
+    Keeper(cord.cut(), package, note_signals_only()).run()

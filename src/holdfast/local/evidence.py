@@ -66,6 +66,8 @@ class Evidence:
     """True when the kernel's counters of kills for memory could be read."""
     kernel_log: str = ""
     group: Group | None = None
+    pressure: float = 0.0
+    """Share of the last ten seconds, in per cent, in which somebody on this machine waited for memory (PSI)."""
     shm_free: int = -1
     """Bytes free in /dev/shm; -1 where there is none."""
     sender: Sender | None = None

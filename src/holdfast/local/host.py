@@ -38,6 +38,7 @@ from holdfast.local.wire import (
     MAGIC,
     RECORD,
     TASK,
+    KeeperSignalled,
     KeeperUp,
     Kind,
     LifeEnded,
@@ -109,7 +110,7 @@ class LocalHost:
         os.set_blocking(self._results, False)
         self._parcels, self._parcels_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._parcels.setblocking(False)
-        self._pulse_fd = new_file("pulse", workers * PAGE)
+        self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
         memory = Memory(self._pulse_fd, workers * PAGE)
         self.pulses = [Pulse(memory, i) for i in range(workers)]
         forks.watch(self)
@@ -442,7 +443,7 @@ class LocalHost:
             if not data:
                 return
             message = decode(data)
-            if isinstance(message, LifeQuiet):
+            if isinstance(message, LifeQuiet | KeeperSignalled):
                 self._believe(message)
             elif isinstance(message, LifeEnded):
                 self.workers[message.worker].exitcode = exit_code(message)
@@ -457,6 +458,8 @@ class LocalHost:
         match message:
             case KeeperUp():
                 self._keeper_up = True
+            case KeeperSignalled(number, evidence):
+                self._events.append(Silence(-1, 0, "signal", number, Place(-1, 0, Stage.IDLE, 0.0), evidence))
             case LifeStarted(worker, life, pid):
                 line = self._lifelines[worker]
                 if line is not None and line.life == life:

@@ -35,6 +35,7 @@ from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import (
     DUMPABLE,
     LAST_SIGNAL,
+    PAGE,
     POSITION,
     SIGNALS,
     SINCE,
@@ -42,7 +43,9 @@ from holdfast.local.pulse import (
     TASK,
     Pulse,
 )
+from holdfast.local.sender import SenderNote
 from holdfast.local.wire import (
+    KeeperSignalled,
     KeeperUp,
     LifeEnded,
     LifeQuiet,
@@ -110,11 +113,15 @@ class Life:
 class Keeper:
     """See the module. `run` returns when there is nobody left to keep."""
 
-    def __init__(self, orders: Orders, job: Job) -> None:
+    def __init__(self, orders: Orders, job: Job, signals: list[int]) -> None:
+        """`signals`: those that this process was sent, see note_signals_only."""
         self._orders = orders
         self._job = job
-        self._pulse_memory = Memory(orders.pulses, orders.workers * 4096)
+        self._signals = signals
+        self._pulse_memory = Memory(orders.pulses, (orders.workers + 1) * PAGE)
         self._pulses = [Pulse(self._pulse_memory, i) for i in range(orders.workers)]
+        self._sender = SenderNote(self._pulse_memory, orders.workers * PAGE, PAGE)  # the last page is the keeper's own
+        self._sender.install(linux.NOTED_SIGNALS)
         self._lives: dict[int, Life] = {}  # by pid
         self._unforked: deque[tuple[StartLife, list[int], float]] = deque()
         self._unsaid: deque[bytes] = deque()
@@ -147,6 +154,10 @@ class Keeper:
                     self._listen()
             self._reap()
             self._watch()
+            while self._signals:
+                number = self._signals.pop(0)
+                evidence = Evidence(pid=os.getpid(), sender=self._sender.last(number), worlds=self._worlds)
+                self._say(KeeperSignalled(number, evidence))
         self._kill_all()
 
     def _over(self) -> bool:
@@ -294,6 +305,7 @@ class Keeper:
             kernel_log=procfs.kernel_says(life.pid) if killed else "",
             group=group_of(),
             shm_free=shm_free(),
+            pressure=procfs.memory_pressure(),
         )
         os.close(life.crash)
         self._say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
@@ -415,13 +427,15 @@ def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
     return LifeEnded(order.worker, order.life, now, Cause.EXIT, 0, place, evidence)
 
 
-def note_signals_only() -> None:
-    """The keeper outlives a scheduler's SIGTERM: the trainer decides what a stop means."""
+def note_signals_only() -> list[int]:
+    """The keeper outlives a scheduler's SIGTERM: the trainer decides what a stop means. Gives where they are noted."""
+    noted: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        return
+        noted.append(number)
 
     for number in linux.NOTED_SIGNALS:
         signal.signal(number, note)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    return noted

@@ -153,6 +153,15 @@ def source_line(stack: str) -> str:
     return linecache.getline(found[1], int(found[2])).strip() if found else ""
 
 
+def memory_pressure() -> float:
+    """Per cent of the last ten seconds in which some process waited for memory; 0 where that is not told."""
+    try:
+        found = re.search(r"some avg10=([\d.]+)", Path("/proc/pressure/memory").read_text())
+    except OSError:
+        return 0.0
+    return float(found[1]) if found else 0.0
+
+
 def kernel_says(pid: int) -> str:
     """The kernel's own line about killing this process for memory, if its log may be read."""
     try:

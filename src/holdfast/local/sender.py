@@ -11,6 +11,7 @@ except ImportError:  # built without a compiler
     install = None  # type: ignore[assignment]
 
 _NOTE = struct.Struct("<6q")  # serial, number, pid, uid, code, bytes of text
+_MOST = 80  # letters of a command line that are shown
 _FROM_TERMINAL = 0x80  # SI_KERNEL: the kernel, for Ctrl-C
 
 
@@ -33,8 +34,12 @@ class Sender:
             return "the kernel, for the terminal (Ctrl-C, a closed window)"
         if self.pid == 0:
             return "a process outside this container"
-        chain = " < ".join(f"{pid} ({command or 'gone already'})" for pid, command in self.commands)
+        chain = " < ".join(f"{pid} ({_short(command) or 'gone already'})" for pid, command in self.commands)
         return f"pid {chain or self.pid}, uid {self.uid}"
+
+
+def _short(command: str) -> str:
+    return command if len(command) <= _MOST else command[: _MOST - 3] + "..."
 
 
 class SenderNote:

@@ -86,7 +86,14 @@ class LifeQuiet(NamedTuple):
     evidence: Evidence
 
 
-Message = StartLife | StopAll | KeeperUp | LifeStarted | LifeEnded | LifeQuiet
+class KeeperSignalled(NamedTuple):
+    """keeper -> trainer: it was sent a signal, noted that and went on."""
+
+    number: int
+    evidence: Evidence
+
+
+Message = StartLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
 
 
 def encode(message: Message) -> bytes:

@@ -44,6 +44,8 @@ def memory_seen(evidence: Evidence) -> tuple[str, ...]:
     group = evidence.group
     if group is not None and group.memory_limit is not None:
         seen.append(f"limit of the cgroup {group.memory_limit / 2**20:.0f} MiB")
+    if evidence.pressure >= 1:
+        seen.append(f"memory pressure {evidence.pressure:.0f} % of the last 10 s")
     return tuple(seen)
 
 

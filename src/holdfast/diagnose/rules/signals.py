@@ -77,6 +77,10 @@ def _from(case: Case) -> str:
     return f"sent by {sender}" if sender is not None else "sender unknown"
 
 
+def _who(case: Case) -> str:
+    return f"worker {case.worker}" if case.worker >= 0 else "the keeper"
+
+
 def interrupted(case: Case) -> Finding | None:
     """Ctrl-C in the terminal reaches every process of the group."""
     sender = case.evidence.sender if case.evidence is not None else None
@@ -84,7 +88,7 @@ def interrupted(case: Case) -> Finding | None:
         return None
     return Finding(
         "interrupted",
-        f"Ctrl-C was pressed; worker {case.worker} noted that and went on",
+        f"Ctrl-C was pressed; {_who(case)} noted that and went on",
         (f"SIGINT {_from(case)}",),
         "nothing: the trainer decides what a stop means",
     )
@@ -101,7 +105,7 @@ def scheduled(case: Case) -> Finding | None:
                 return Finding(
                     "terminated-by-scheduler",
                     f"{name} sent {signal_name(case.code)}: it is about to end this job, or this container; "
-                    f"worker {case.worker} noted that and went on",
+                    f"{_who(case)} noted that and went on",
                     (f"{signal_name(case.code)} {_from(case)}", *_seen_around(case)),
                     f"{advice}; save a checkpoint when the trainer gets the same signal",
                 )
@@ -119,7 +123,7 @@ def noted(case: Case) -> Finding | None:
     name = signal_name(case.code)
     return Finding(
         "worker-signalled",
-        f"worker {case.worker} was sent {name}; it noted that and went on",
+        f"{_who(case)} was sent {name}; it noted that and went on",
         (f"{name} {_from(case)}", *_seen_around(case)),
         "schedulers signal the whole process group before a time limit; the trainer decides what a stop means",
     )

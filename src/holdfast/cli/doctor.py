@@ -1,0 +1,306 @@
+"""Check this machine, its libraries and your dataset before a training run, and say what to set.
+
+Exit status: 0 when all is well or there are warnings only, 1 for a problem (with --strict also for a warning), 2 when
+the dataset could not be made.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from holdfast.diagnose.doctor import Check, check_machine
+from holdfast.diagnose.fitness import Measured, check_dataset, percentile
+from holdfast.diagnose.forecast import Forecast, Setting, forecast, memory_forecast, recommend
+from holdfast.diagnose.libraries import check_process, native_threads, open_files, read_process
+from holdfast.diagnose.machine import Machine, read_machine
+from holdfast.loader.probe import probe
+
+SCHEMA = 1
+_COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
+_NAME_WIDTH = 18
+
+
+class BadInput(Exception):
+    """What was typed does not lead to a dataset; the text is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All of it, for drawing and for JSON."""
+
+    machine: Machine
+    groups: dict[str, tuple[Check, ...]]
+    measured: Measured | None = None
+    expected: Forecast | None = None
+    setting: Setting | None = None
+
+    def count(self, verdict: str) -> int:
+        return sum(check.verdict == verdict for checks in self.groups.values() for check in checks)
+
+    def status(self, strict: bool) -> int:
+        return 1 if self.count("problem") or (strict and self.count("warning")) else 0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "dataset", nargs="?", metavar="module:name", help="a Dataset, its class, or a function that makes it"
+    )
+    parser.add_argument("--workers", type=_count, help="workers you want (as many as there are usable processors)")
+    parser.add_argument("--batch-size", type=_positive, default=32, help="samples per batch (32)")
+    parser.add_argument("--samples", type=_positive, default=64, help="samples to try, over the whole length (64)")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds before a sample counts as hung (30)")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for trying samples, in all (120)")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # what happens is in the checks
+    if not 0 < chosen.timeout < math.inf or not 0 < chosen.budget < math.inf:
+        print("holdfast doctor: --timeout and --budget must be seconds above 0", file=sys.stderr)
+        return 2
+    try:
+        with here_on_path():
+            found = examine(chosen)
+    except BadInput as error:
+        print(f"holdfast doctor: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps(to_dict(found, chosen.strict), default=repr, indent=2))
+    else:
+        _draw(found, chosen.dataset)
+    return found.status(chosen.strict)
+
+
+def examine(chosen: argparse.Namespace) -> Diagnosis:
+    """Read, try out, judge."""
+    machine = read_machine()
+    workers = machine.cpus if chosen.workers is None else chosen.workers
+    threads, files = native_threads(), open_files()
+    measured = None
+    dataset, expression, import_s = None, "", 0.0
+    # (what the dataset prints must not end up in our JSON)
+    with contextlib.redirect_stdout(sys.stderr):
+        if chosen.dataset is not None:
+            dataset, expression, import_s = make_dataset(chosen.dataset)
+        process = read_process(cuda=_cuda(), threads_before=threads, files_before=files)
+        if chosen.dataset is not None:
+            measured = _try_out(dataset, expression, import_s, chosen)
+    groups = {
+        "machine": check_machine(machine, workers),
+        "libraries": check_process(process, workers, machine.cpus),
+    }
+    if measured is None:
+        return Diagnosis(machine, groups)
+    groups["dataset"] = check_dataset(measured, workers)
+    if not measured.samples:
+        return Diagnosis(machine, groups, measured)  # nothing to go by
+    expected = forecast(machine, measured, workers, chosen.batch_size)
+    groups["dataset"] += (memory_forecast(expected),)
+    fork_safe = all(check.verdict == "ok" for check in groups["libraries"] if check.name == "fork-safety")
+    setting = recommend(machine, measured, chosen.batch_size, fork_safe, chosen.workers)
+    return Diagnosis(machine, groups, measured, expected, setting)
+
+
+def _cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _try_out(dataset: Any, expression: str, import_s: float, chosen: argparse.Namespace) -> Measured:
+    with _progress(chosen.dataset) as progress:
+        return probe(
+            dataset,
+            chosen.dataset,
+            expression=expression,
+            samples=chosen.samples,
+            sample_timeout=chosen.timeout,
+            budget_s=chosen.budget,
+            import_s=import_s,
+            progress=progress,
+        )
+
+
+# The dataset ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def here_on_path() -> Iterator[None]:
+    """As `python -m` has it."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
+
+
+def make_dataset(target: str) -> tuple[Any, str, float]:
+    """The dataset, Python that makes it, and the seconds its module took to import."""
+    module_name, _, path = target.partition(":")
+    if not module_name or not path:
+        raise BadInput(f"{target!r} names no dataset; write module:name, e.g. data:train_set")
+    began = time.perf_counter()
+    found: Any = _guarded(f"importing {module_name}", lambda: importlib.import_module(module_name))
+    import_s = time.perf_counter() - began
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise BadInput(f"{module_name} has no {path!r}; it has: {_names(found)}") from None
+    expression = f"{module_name}.{path}"
+    if isinstance(found, type) or (callable(found) and not _is_dataset(found)):
+        found = _guarded(f"{path}()", found)
+        expression += "()"
+    if isinstance(found, torch.utils.data.DataLoader):
+        found, expression = found.dataset, f"{expression}.dataset"
+    if not _is_dataset(found):
+        raise BadInput(f"{target} gives a {type(found).__name__}, which has neither __getitem__ nor __iter__")
+    return found, expression, import_s
+
+
+def _guarded(doing: str, call: Any) -> Any:
+    """User code: whatever it raises becomes one line that says where."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = frames[-1] if frames else None
+        own = last is None or "importlib" in last.filename or last.filename == __file__
+        where = "" if own or last is None else f" at {last.filename}:{last.lineno}"
+        text = " ".join(str(error).split())
+        raise BadInput(f"{doing} raised {type(error).__name__}: {text}{where}") from error
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, torch.utils.data.DataLoader | torch.utils.data.Dataset):
+        return True
+    return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+
+
+def _names(place: Any) -> str:
+    """What may have been meant: things made here, not imported."""
+    home = getattr(place, "__name__", "")
+    own = [
+        name
+        for name, value in getattr(place, "__dict__", {}).items()
+        if not name.startswith("_") and (callable(value) or _is_dataset(value))
+        if getattr(value, "__module__", home) == home or isinstance(value, torch.utils.data.Dataset)
+    ]
+    return ", ".join(own[:8]) + (", ..." if len(own) > 8 else "") if own else "nothing that looks like a dataset"
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Any]:
+    """One line on stderr; on a terminal it counts, and goes when done."""
+    if not sys.stderr.isatty():
+        print(f"trying samples of {name} in a supervised worker", file=sys.stderr, flush=True)
+        yield lambda done, total: None
+        return
+
+    def show(done: int, total: int) -> None:
+        print(f"\rtrying samples of {name}: {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    print(f"trying samples of {name}", end="", file=sys.stderr, flush=True)
+    try:
+        yield show
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+# What people and programs read ---------------------------------------------------------------------------------------
+
+
+def _draw(found: Diagnosis, target: str | None) -> None:
+    titles = {"machine": "Machine", "libraries": "Libraries", "dataset": f"Dataset {target}"}
+    for name, checks in found.groups.items():
+        print(titles[name])
+        for check in checks:
+            _draw_check(check)
+        print()
+    if found.setting is not None:
+        print("To paste")
+        print("\n".join(f"  {line}" for line in found.setting.code.splitlines()))
+        print()
+        print("\n".join(f"  {reason}" for reason in found.setting.reasons))
+        print()
+    problems, warnings = found.count("problem"), found.count("warning")
+    print(f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}, {found.count('ok')} ok")
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count or 'no'} {word}{'' if count == 1 else 's'}"
+
+
+def _draw_check(check: Check) -> None:
+    verdict = check.verdict.ljust(7)
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        verdict = f"\033[{_COLOURS[check.verdict]}m{verdict}\033[0m"
+    print(f"  {verdict}  {check.name.ljust(_NAME_WIDTH)} {check.says}")
+    if check.verdict == "ok":
+        return
+    margin = " " * (2 + 7 + 2 + _NAME_WIDTH + 1)
+    for i, fact in enumerate(check.seen):
+        print(f"{margin}{'seen' if i == 0 else '    '}  {fact}")
+    print(f"{margin}try   {check.advice}")
+
+
+def to_dict(found: Diagnosis, strict: bool = False) -> dict[str, Any]:
+    """Schema 1. Samples are summed up; the bad ones are there whole."""
+    answer: dict[str, Any] = {
+        "schema": SCHEMA,
+        "exit_status": found.status(strict),
+        "counts": {verdict: found.count(verdict) for verdict in _COLOURS},
+        "checks": [{"group": name, **asdict(c)} for name, checks in found.groups.items() for c in checks],
+        "machine": {**asdict(found.machine), "cpus": found.machine.cpus, "memory_free": found.machine.memory_free},
+    }
+    if found.measured is not None:
+        answer["dataset"] = _dataset(found.measured)
+    if found.expected is not None:
+        totals = {"waiting_bytes": found.expected.waiting_bytes, "total_bytes": found.expected.total_bytes}
+        answer["forecast"] = asdict(found.expected) | totals
+    if found.setting is not None:
+        answer["setting"] = {**asdict(found.setting), "code": found.setting.code}
+    return answer
+
+
+def _dataset(measured: Measured) -> dict[str, Any]:
+    seconds, sizes = measured.seconds, [sample.bytes for sample in measured.samples]
+    kept = ("name", "kind", "length", "asked", "import_s", "pickled_bytes", "unpicklable", "start_method", "cut_short")
+    return {name: getattr(measured, name) for name in kept} | {
+        "loaded": len(seconds),
+        "median_s": percentile(seconds, 0.5),
+        "p95_s": percentile(seconds, 0.95),
+        "slowest_s": max(seconds, default=0.0),
+        "mean_bytes": sum(sizes) / len(sizes) if sizes else 0,
+        "largest_bytes": max(sizes, default=0),
+        "growth_bytes_per_sample": measured.growth_bytes,
+        "descriptors_per_sample": measured.leaked_descriptors,
+        "shapes": sorted({sample.shape for sample in measured.samples}),
+        "bad": [asdict(bad) for bad in measured.bad],
+    }

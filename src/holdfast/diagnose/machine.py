@@ -1,0 +1,274 @@
+"""What this machine grants a training run: limits, cgroups, memory, processors. Read once, judged in doctor.py.
+
+Everything is read below one root, so that a test can lay out a machine as a tree of files. A value of None means
+unlimited, or not to be found. Nothing here has an opinion.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Limit = tuple[int | None, int | None]
+"""Soft and hard."""
+
+_NO_LIMIT: Limit = (None, None)
+# cgroup v1 writes "unlimited" as the largest multiple of a page; nobody has an exbibyte.
+_V1_UNLIMITED = 1 << 60
+_LIMIT_NAMES = {
+    "Max open files": "nofile",
+    "Max processes": "nproc",
+    "Max address space": "address_space",
+    "Max data size": "data",
+    "Max locked memory": "memlock",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cgroup:
+    """What the control groups around this process allow; of nested groups the tightest."""
+
+    version: int = 0
+    memory_limit: int | None = None
+    memory_used: int = 0
+    """Without file pages that the kernel gives back at once."""
+    pids_max: int | None = None
+    pids_now: int = 0
+    cpus: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One reading. The defaults are a machine without worries, so that a test names only what it is about."""
+
+    nofile: Limit = (65_536, 1_048_576)
+    nproc: Limit = _NO_LIMIT
+    address_space: Limit = _NO_LIMIT
+    data: Limit = _NO_LIMIT
+    memlock: Limit = _NO_LIMIT
+    cgroup: Cgroup = field(default_factory=Cgroup)
+    memory_total: int = 64 << 30
+    memory_available: int = 48 << 30
+    swap_total: int = 0
+    swap_free: int = 0
+    shm_total: int | None = 32 << 30
+    shm_free: int | None = 32 << 30
+    cpus_online: int = 8
+    cpus_allowed: int = 8
+    hugepages: str = "madvise"
+    ptrace_scope: int | None = 0
+    overcommit: int = 0
+    commit_left: int = 64 << 30
+    own_data: int = 1 << 30
+    tasks_of_user: int = 100
+    root: bool = False
+    infiniband: bool = False
+
+    @property
+    def cpus(self) -> int:
+        """Processors that this process can really use: affinity and quota together, one at least."""
+        quota = self.cgroup.cpus
+        return max(1, self.cpus_allowed if quota is None else min(self.cpus_allowed, int(quota + 0.5)))
+
+    @property
+    def memory_free(self) -> int:
+        """What may still be allocated: of the host or of the cgroup, whichever is less."""
+        limit = self.cgroup.memory_limit
+        if limit is None:
+            return self.memory_available
+        return min(self.memory_available, max(0, limit - self.cgroup.memory_used))
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """The machine as it is now; `root` is where proc, sys and dev lie."""
+    proc = root / "proc"
+    memory = _table(proc / "meminfo")
+    limits = _limits(proc / "self/limits")
+    shm_total, shm_free = _space(root / "dev/shm")
+    allowed = _cpu_list(_words_after(proc / "self/status", "Cpus_allowed_list:"))
+    return Machine(
+        **limits,
+        cgroup=read_cgroup(root),
+        memory_total=memory.get("MemTotal", 0),
+        memory_available=memory.get("MemAvailable", memory.get("MemFree", 0)),
+        swap_total=memory.get("SwapTotal", 0),
+        swap_free=memory.get("SwapFree", 0),
+        shm_total=shm_total,
+        shm_free=shm_free,
+        cpus_online=_cpu_list(_text(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
+        cpus_allowed=allowed or os.cpu_count() or 1,
+        hugepages=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        ptrace_scope=_number(_text(proc / "sys/kernel/yama/ptrace_scope")),
+        overcommit=_number(_text(proc / "sys/vm/overcommit_memory")) or 0,
+        commit_left=max(0, memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)),
+        own_data=_table(proc / "self/status").get("VmData", 0),
+        tasks_of_user=_tasks_of(os.getuid(), proc),
+        root=os.geteuid() == 0,
+        infiniband=_has_entries(root / "sys/class/infiniband"),
+    )
+
+
+def read_cgroup(root: Path = Path("/")) -> Cgroup:
+    """Version 1, version 2, or the two side by side: a controller of version 1 is asked first."""
+    base = root / "sys/fs/cgroup"
+    old: dict[str, tuple[str, str]] = {}  # controller -> (all that are mounted with it, path)
+    unified: str | None = None
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            unified = path
+        for controller in controllers.split(","):
+            old[controller] = (controllers, path)
+
+    def levels(controller: str) -> tuple[int, list[Path]]:
+        if controller in old:
+            together, path = old[controller]
+            for name in (controller, together):
+                if (base / name).is_dir():
+                    return 1, list(_upwards(base / name, path))
+        if unified is None:
+            return 0, []
+        for mount in (base / "unified", base):
+            if (mount / "cgroup.controllers").exists():
+                return 2, list(_upwards(mount, unified))
+        return 0, []
+
+    version, groups = levels("memory")
+    limit, used = _memory(version, groups)
+    pids_max, pids_now = _pids(levels("pids")[1])
+    cpus = _cpus(levels("cpu")[1])
+    return Cgroup(
+        version=version, memory_limit=limit, memory_used=used, pids_max=pids_max, pids_now=pids_now, cpus=cpus
+    )
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """A group and those around it. In a container the path may be the host's: then only the mount itself is there."""
+    group = mount / path.lstrip("/")
+    while group != mount and mount in group.parents:
+        if group.is_dir():
+            yield group
+        group = group.parent
+    yield mount
+
+
+def _memory(version: int, groups: list[Path]) -> tuple[int | None, int]:
+    """Limit and use of the group with the least left."""
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    tightest: tuple[int | None, int] = (None, 0)
+    for group in groups:
+        limit = _number(_text(group / names[0]))
+        if limit is None or limit >= _V1_UNLIMITED:
+            continue
+        cached = _number(_words_after(group / "memory.stat", names[2] + " ")) or 0
+        used = max(0, (_number(_text(group / names[1])) or 0) - cached)
+        if tightest[0] is None or limit - used < tightest[0] - tightest[1]:
+            tightest = (limit, used)
+    return tightest
+
+
+def _pids(groups: list[Path]) -> tuple[int | None, int]:
+    tightest: tuple[int | None, int] = (None, 0)
+    for group in groups:
+        most = _number(_text(group / "pids.max"))
+        now = _number(_text(group / "pids.current")) or 0
+        if most is not None and (tightest[0] is None or most - now < tightest[0] - tightest[1]):
+            tightest = (most, now)
+    return tightest
+
+
+def _cpus(groups: list[Path]) -> float | None:
+    found: list[float] = []
+    for group in groups:
+        words = _text(group / "cpu.max").split()
+        quota = _number(words[0]) if words else _number(_text(group / "cpu.cfs_quota_us"))
+        period = _number(words[1]) if len(words) > 1 else _number(_text(group / "cpu.cfs_period_us"))
+        if quota is not None and quota > 0:
+            found.append(quota / (period or 100_000))
+    return min(found, default=None)
+
+
+# Small files ---------------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(text: str) -> int | None:
+    """None for "max", "unlimited" and what is not there."""
+    try:
+        return int(text.split(maxsplit=1)[0])
+    except (ValueError, IndexError):
+        return None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """meminfo and status: "Name:  123 kB" in bytes."""
+    found = {}
+    for line in _text(path).splitlines():
+        name, _, rest = line.partition(":")
+        if rest.endswith(" kB"):
+            found[name] = int(rest.split()[0]) * 1024
+    return found
+
+
+def _words_after(path: Path, start: str) -> str:
+    return next((line[len(start) :].strip() for line in _text(path).splitlines() if line.startswith(start)), "")
+
+
+def _limits(path: Path) -> dict[str, Limit]:
+    found: dict[str, Limit] = {}
+    for line in _text(path).splitlines():
+        for title, name in _LIMIT_NAMES.items():
+            if line.startswith(title):
+                words = line[len(title) :].split()
+                found[name] = (_number(words[0]), _number(words[1]))
+    return found
+
+
+def _cpu_list(text: str) -> int:
+    """How many processors "0-3,8" names."""
+    count = 0
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdigit():
+            count += int(last or first) - int(first) + 1
+    return count
+
+
+def _chosen(text: str) -> str:
+    """ "madvise" of "always [madvise] never"."""
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def _space(path: Path) -> tuple[int | None, int | None]:
+    try:
+        about = os.statvfs(path)
+    except OSError:
+        return None, None
+    return about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
+
+
+def _has_entries(path: Path) -> bool:
+    try:
+        return any(path.iterdir())
+    except OSError:
+        return False
+
+
+def _tasks_of(uid: int, proc: Path) -> int:
+    """Threads of this user: what RLIMIT_NPROC counts."""
+    count = 0
+    for entry in proc.iterdir() if proc.is_dir() else ():
+        try:
+            if entry.name.isdigit() and entry.stat().st_uid == uid:
+                count += len(os.listdir(entry / "task"))
+        except OSError:
+            continue  # it has ended meanwhile
+    return count

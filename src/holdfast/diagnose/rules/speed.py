@@ -1,0 +1,44 @@
+"""Who waits for whom? Asked of a loader's totals, not of an incident."""
+
+from typing import Any
+
+from holdfast.diagnose.finding import Finding
+
+# Below this nothing can be said: the first batches always wait.
+_LEAST_S = 2.0
+_WAITS = 0.2
+_NEVER_WAITS = 0.02
+
+
+def of_stats(stats: dict[str, Any]) -> list[Finding]:
+    """What the totals show. `ran_s`: how long epochs took; `waited_s`: how much of it next() waited for a batch."""
+    found = []
+    workers, cpus, ran, waited = (stats.get(name, 0) for name in ("workers", "cpus", "ran_s", "waited_s"))
+    if cpus and workers > cpus:
+        found.append(
+            Finding(
+                "too-many-workers",
+                f"{workers} workers share {cpus} processors",
+                (f"this process may run on {cpus} processors",),
+                f"num_workers={cpus}, unless the samples mostly wait for a disk or a network",
+                "possible",
+            )
+        )
+    if ran < _LEAST_S or not workers:
+        return found
+    share = waited / ran
+    seen = (f"next() waited {waited:.1f} of {ran:.1f} s ({share:.0%})",)
+    if share > _WAITS:
+        more = f"num_workers={cpus}" if cpus > workers else "cheaper samples (smaller, decoded before, cached)"
+        found.append(Finding("loader-slow", "the trainer waits for batches", seen, more, "likely"))
+    elif share < _NEVER_WAITS:
+        found.append(
+            Finding(
+                "trainer-slow",
+                "batches wait for the trainer: the loader is fast enough",
+                seen,
+                "nothing; fewer workers might do, and take less memory",
+                "likely",
+            )
+        )
+    return found
