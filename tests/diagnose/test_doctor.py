@@ -9,7 +9,8 @@ from holdfast.diagnose.doctor import check_machine, size
 from holdfast.diagnose.fitness import Bad, Measured, Repeat, Sample, check_dataset
 from holdfast.diagnose.forecast import forecast, memory_forecast, recommend
 from holdfast.diagnose.libraries import Process, check_process, openmp_runtimes
-from holdfast.diagnose.machine import Cgroup, Machine, read_cgroup, read_machine
+from holdfast.diagnose.machine import Machine, read_machine
+from holdfast.local.cgroups import Group
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -25,61 +26,6 @@ def lay(root: Path, files: dict[str, str]) -> Path:
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
-
-
-def test_cgroup_v2_gives_the_tightest_group_on_the_way_up(tmp_path):
-    root = lay(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/box",
-            "sys/fs/cgroup/cgroup.controllers": "cpu memory pids",
-            "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
-            "sys/fs/cgroup/pod/memory.current": str(7 * GIB),
-            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file 2",
-            "sys/fs/cgroup/pod/box/memory.max": "max",
-            "sys/fs/cgroup/pod/box/pids.max": "100",
-            "sys/fs/cgroup/pod/box/pids.current": "40",
-            "sys/fs/cgroup/pod/cpu.max": "max 100000",
-            "sys/fs/cgroup/pod/box/cpu.max": "250000 100000",
-        },
-    )
-    assert read_cgroup(root) == Cgroup(
-        version=2, memory_limit=8 * GIB, memory_used=6 * GIB, pids_max=100, pids_now=40, cpus=2.5
-    )
-
-
-def test_cgroup_v1_with_joined_controllers(tmp_path):
-    root = lay(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n2:pids:/",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(4 * GIB),
-            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(2 * GIB),
-            "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}",
-            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "400000",
-            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
-            "sys/fs/cgroup/pids/pids.max": "max",
-        },
-    )
-    assert read_cgroup(root) == Cgroup(version=1, memory_limit=4 * GIB, memory_used=GIB, cpus=4.0)
-
-
-def test_in_a_container_the_hosts_path_is_not_there_and_the_mount_itself_counts(tmp_path):
-    root = lay(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/docker/0123",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(GIB),
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(MIB),
-        },
-    )
-    assert read_cgroup(root).memory_limit == GIB
-
-
-def test_without_cgroups_nothing_is_limited(tmp_path):
-    assert read_cgroup(tmp_path) == Cgroup()
 
 
 def test_limits_memory_and_processors_are_read_from_files(tmp_path):
@@ -114,11 +60,9 @@ def test_this_machine_can_be_read_and_every_check_has_something_to_say():
 
 
 def test_quota_and_affinity_both_count():
-    assert Machine(cpus_allowed=16, cgroup=Cgroup(cpus=3.5)).cpus == 4
-    assert Machine(cpus_allowed=16, cgroup=Cgroup(cpus=0.2)).cpus == 1
-    assert (
-        Machine(memory_available=4 * GIB, cgroup=Cgroup(memory_limit=3 * GIB, memory_used=GIB)).memory_free == 2 * GIB
-    )
+    assert Machine(cpus_allowed=16, cgroup=Group(cpus=3.5)).cpus == 4
+    assert Machine(cpus_allowed=16, cgroup=Group(cpus=0.2)).cpus == 1
+    assert Machine(memory_available=4 * GIB, cgroup=Group(memory_limit=3 * GIB, memory_used=GIB)).memory_free == 2 * GIB
 
 
 # The machine ---------------------------------------------------------------------------------------------------------
@@ -135,13 +79,13 @@ def test_a_machine_without_worries_is_ok_throughout():
         (Machine(memory_available=GIB), "memory", "problem", "ps aux"),
         (Machine(memory_available=5 * GIB), "memory", "warning", "ps aux"),
         (Machine(swap_total=GIB, swap_free=0), "memory", "warning", "ps aux"),
-        (Machine(cgroup=Cgroup(memory_limit=8 * GIB, memory_used=7 * GIB)), "memory-limit", "warning", "--memory=16g"),
-        (Machine(cgroup=Cgroup(memory_limit=GIB, memory_used=GIB)), "memory-limit", "problem", "--memory=2g"),
+        (Machine(cgroup=Group(memory_limit=8 * GIB, memory_used=7 * GIB)), "memory-limit", "warning", "--memory=16g"),
+        (Machine(cgroup=Group(memory_limit=GIB, memory_used=GIB)), "memory-limit", "problem", "--memory=2g"),
         (Machine(nofile=(512, 4096)), "descriptors", "warning", "ulimit -n 4096"),
         (Machine(nofile=(64, None)), "descriptors", "problem", "ulimit -n 65536"),
         (Machine(nofile=(256, 256)), "descriptors", "warning", "--ulimit nofile=65536:65536"),
         (Machine(nproc=(105, 105)), "processes", "problem", "ulimit -u unlimited"),
-        (Machine(cgroup=Cgroup(pids_max=60, pids_now=20)), "processes", "warning", "--pids-limit=-1"),
+        (Machine(cgroup=Group(pids_max=60, pids_now=20)), "processes", "warning", "--pids-limit=-1"),
         (Machine(address_space=(4 * GIB, None)), "address-space", "problem", "ulimit -v unlimited"),
         (Machine(address_space=(64 * GIB, None)), "address-space", "warning", "spark.executor.pyspark.memory"),
         (Machine(data=(4 * GIB, None)), "address-space", "warning", "ulimit -d unlimited"),
@@ -341,7 +285,7 @@ def test_the_forecast_adds_up():
 
 
 def test_too_many_workers_for_the_cgroup_are_a_problem_and_fewer_are_advised():
-    machine = Machine(cgroup=Cgroup(memory_limit=GIB))
+    machine = Machine(cgroup=Group(memory_limit=GIB))
     check = memory_forecast(forecast(machine, measured(), 8, 32))
     assert check.verdict == "problem" and "num_workers=4" in check.advice
     setting = recommend(machine, measured(), 32, fork_safe=True, workers=8)

@@ -1,56 +1,73 @@
-"""Limits and counters of control groups, on made-up trees of both versions."""
+"""Limits and counters of control groups, on machines that are trees of files."""
+
+from pathlib import Path
 
 from holdfast.local.cgroups import Group, group_of
 
+GIB = 1 << 30
+MIB = 1 << 20
 
-def write(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
+
+def lay(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
 
 
-def tree(tmp_path, lines):
-    write(tmp_path / "proc" / "7", cgroup=lines)
-    return {"root": tmp_path / "sys", "proc": tmp_path / "proc"}
-
-
-def test_version_1_takes_the_least_limit_on_the_way_up(tmp_path):
-    places = tree(tmp_path, "4:memory:/job/step\n3:cpu,cpuacct:/\n2:pids:/job\n0::/\n")
-    memory, pids = tmp_path / "sys" / "memory", tmp_path / "sys" / "pids"
-    write(memory, memory__limit_in_bytes="9223372036854771712")
-    write(memory / "job", memory__limit_in_bytes="1000")
-    write(
-        memory / "job" / "step",
-        memory__limit_in_bytes="2000",
-        memory__usage_in_bytes="500",
-        memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+def test_cgroup_v2_gives_the_tightest_group_on_the_way_up(tmp_path):
+    root = lay(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/box",
+            "sys/fs/cgroup/cgroup.controllers": "cpu memory pids",
+            "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
+            "sys/fs/cgroup/pod/memory.current": str(7 * GIB),
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file 2",
+            "sys/fs/cgroup/pod/box/memory.max": "max",
+            "sys/fs/cgroup/pod/box/memory.events": "low 0\nhigh 2\nmax 9\noom 1\noom_kill 5",
+            "sys/fs/cgroup/pod/box/pids.max": "100",
+            "sys/fs/cgroup/pod/box/pids.current": "40",
+            "sys/fs/cgroup/pod/cpu.max": "max 100000",
+            "sys/fs/cgroup/pod/box/cpu.max": "250000 100000",
+        },
     )
-    write(pids / "job", pids__max="max", pids__current="12")
-    write(pids, pids__current="80")
-    assert group_of(7, **places) == Group(1000, 500, 3, None, 12)
-
-
-def test_version_2(tmp_path):
-    places = tree(tmp_path, "0::/kube/pod/box\n")
-    root = tmp_path / "sys"
-    write(root / "kube", memory__max="max", pids__max="100")
-    write(root / "kube" / "pod", memory__max="4096", pids__max="max")
-    write(
-        root / "kube" / "pod" / "box",
-        memory__max="8192",
-        memory__current="77",
-        memory__events="low 0\nhigh 2\nmax 9\noom 1\noom_kill 5\n",
-        pids__current="4",
+    assert group_of(root=root) == Group(
+        version=2, memory_limit=8 * GIB, memory_used=6 * GIB, oom_kills=5, pids_max=100, pids_now=40, cpus=2.5
     )
-    assert group_of(7, **places) == Group(4096, 77, 5, 100, 4)
 
 
-def test_version_2_in_a_container_that_does_not_see_its_own_path(tmp_path):
-    places = tree(tmp_path, "0::/../../elsewhere\n")
-    write(tmp_path / "sys", memory__max="4096", memory__current="1", memory__events="oom_kill 0\n")
-    assert group_of(7, **places).memory_limit == 4096
+def test_cgroup_v1_with_joined_controllers(tmp_path):
+    root = lay(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n2:pids:/",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(4 * GIB),
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(2 * GIB),
+            "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}",
+            "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3",
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "400000",
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+            "sys/fs/cgroup/pids/pids.max": "max",
+        },
+    )
+    assert group_of(root=root) == Group(version=1, memory_limit=4 * GIB, memory_used=GIB, oom_kills=3, cpus=4.0)
 
 
-def test_nothing_there(tmp_path):
-    assert group_of(8, **tree(tmp_path, "")) == Group()
-    assert group_of(7, **tree(tmp_path, "0::/\n")) == Group()
+def test_in_a_container_the_hosts_path_is_not_there_and_the_mount_itself_counts(tmp_path):
+    root = lay(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/0123",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(GIB),
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(MIB),
+        },
+    )
+    assert group_of(root=root).memory_limit == GIB
+
+
+def test_without_cgroups_nothing_is_limited(tmp_path):
+    assert group_of(root=tmp_path) == Group()

@@ -5,16 +5,15 @@ unlimited, or not to be found. Nothing here has an opinion.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from holdfast.local.cgroups import Group, group_of
 
 Limit = tuple[int | None, int | None]
 """Soft and hard."""
 
 _NO_LIMIT: Limit = (None, None)
-# cgroup v1 writes "unlimited" as the largest multiple of a page; nobody has an exbibyte.
-_V1_UNLIMITED = 1 << 60
 _LIMIT_NAMES = {
     "Max open files": "nofile",
     "Max processes": "nproc",
@@ -22,19 +21,6 @@ _LIMIT_NAMES = {
     "Max data size": "data",
     "Max locked memory": "memlock",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cgroup:
-    """What the control groups around this process allow; of nested groups the tightest."""
-
-    version: int = 0
-    memory_limit: int | None = None
-    memory_used: int = 0
-    """Without file pages that the kernel gives back at once."""
-    pids_max: int | None = None
-    pids_now: int = 0
-    cpus: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +32,7 @@ class Machine:
     address_space: Limit = _NO_LIMIT
     data: Limit = _NO_LIMIT
     memlock: Limit = _NO_LIMIT
-    cgroup: Cgroup = field(default_factory=Cgroup)
+    cgroup: Group = field(default_factory=Group)
     memory_total: int = 64 << 30
     memory_available: int = 48 << 30
     swap_total: int = 0
@@ -88,7 +74,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     allowed = _cpu_list(_words_after(proc / "self/status", "Cpus_allowed_list:"))
     return Machine(
         **limits,
-        cgroup=read_cgroup(root),
+        cgroup=group_of(root=root),
         memory_total=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", memory.get("MemFree", 0)),
         swap_total=memory.get("SwapTotal", 0),
@@ -106,88 +92,6 @@ def read_machine(root: Path = Path("/")) -> Machine:
         root=os.geteuid() == 0,
         infiniband=_has_entries(root / "sys/class/infiniband"),
     )
-
-
-def read_cgroup(root: Path = Path("/")) -> Cgroup:
-    """Version 1, version 2, or the two side by side: a controller of version 1 is asked first."""
-    base = root / "sys/fs/cgroup"
-    old: dict[str, tuple[str, str]] = {}  # controller -> (all that are mounted with it, path)
-    unified: str | None = None
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            unified = path
-        for controller in controllers.split(","):
-            old[controller] = (controllers, path)
-
-    def levels(controller: str) -> tuple[int, list[Path]]:
-        if controller in old:
-            together, path = old[controller]
-            for name in (controller, together):
-                if (base / name).is_dir():
-                    return 1, list(_upwards(base / name, path))
-        if unified is None:
-            return 0, []
-        for mount in (base / "unified", base):
-            if (mount / "cgroup.controllers").exists():
-                return 2, list(_upwards(mount, unified))
-        return 0, []
-
-    version, groups = levels("memory")
-    limit, used = _memory(version, groups)
-    pids_max, pids_now = _pids(levels("pids")[1])
-    cpus = _cpus(levels("cpu")[1])
-    return Cgroup(
-        version=version, memory_limit=limit, memory_used=used, pids_max=pids_max, pids_now=pids_now, cpus=cpus
-    )
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """A group and those around it. In a container the path may be the host's: then only the mount itself is there."""
-    group = mount / path.lstrip("/")
-    while group != mount and mount in group.parents:
-        if group.is_dir():
-            yield group
-        group = group.parent
-    yield mount
-
-
-def _memory(version: int, groups: list[Path]) -> tuple[int | None, int]:
-    """Limit and use of the group with the least left."""
-    names = ("memory.max", "memory.current", "inactive_file")
-    if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    tightest: tuple[int | None, int] = (None, 0)
-    for group in groups:
-        limit = _number(_text(group / names[0]))
-        if limit is None or limit >= _V1_UNLIMITED:
-            continue
-        cached = _number(_words_after(group / "memory.stat", names[2] + " ")) or 0
-        used = max(0, (_number(_text(group / names[1])) or 0) - cached)
-        if tightest[0] is None or limit - used < tightest[0] - tightest[1]:
-            tightest = (limit, used)
-    return tightest
-
-
-def _pids(groups: list[Path]) -> tuple[int | None, int]:
-    tightest: tuple[int | None, int] = (None, 0)
-    for group in groups:
-        most = _number(_text(group / "pids.max"))
-        now = _number(_text(group / "pids.current")) or 0
-        if most is not None and (tightest[0] is None or most - now < tightest[0] - tightest[1]):
-            tightest = (most, now)
-    return tightest
-
-
-def _cpus(groups: list[Path]) -> float | None:
-    found: list[float] = []
-    for group in groups:
-        words = _text(group / "cpu.max").split()
-        quota = _number(words[0]) if words else _number(_text(group / "cpu.cfs_quota_us"))
-        period = _number(words[1]) if len(words) > 1 else _number(_text(group / "cpu.cfs_period_us"))
-        if quota is not None and quota > 0:
-            found.append(quota / (period or 100_000))
-    return min(found, default=None)
 
 
 # Small files ---------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ class Teller:
             if event.cause is Cause.KEEPER:
                 why = (
                     "the keeper, the process between trainer and workers, ends again and again; it may have printed "
-                    'why. With spawn: does the main module start the training under if __name__ == "__main__"? The last:'
+                    'why. With spawn: does the main module start the training under if __name__ == "__main__"? Last:'
                 )
             if event.on is not None and event.on.stage < Stage.IDLE:
                 why = "workers die before they are ready; the last:"

@@ -1,99 +1,141 @@
-"""Control groups, versions 1 and 2: which limits and counters apply to a process.
+"""Control groups, versions 1 and 2 or the two side by side: which limits and counters apply to a process.
 
-A process in a container may see a path that does not exist in its own mount of the hierarchy; then the mount's root
-is what applies to it. `root` and `proc` can be other folders than the real ones, for tests.
+Of nested groups the tightest counts. In a container the path may be the host's and not be there; then the mount itself
+is what applies. Everything is read below `root`, so that a test can lay out a machine as a tree of files.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
-PROC = Path("/proc")
-# Version 1 writes "no limit" as the largest multiple of a page.
-_NO_LIMIT = 1 << 60
+# Version 1 writes "unlimited" as the largest multiple of a page; nobody has an exbibyte.
+_V1_UNLIMITED = 1 << 60
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What holds for one process. None where nothing is set, or nothing can be read."""
+    """What the groups of one process allow. None: unlimited, or not to be found."""
 
+    version: int = 0
     memory_limit: int | None = None
-    memory_used: int | None = None
+    memory_used: int = 0
+    """Without file pages that the kernel gives back at once."""
     oom_kills: int | None = None
     """How many processes of this group the kernel has killed for memory so far."""
-    pids_limit: int | None = None
-    pids_used: int | None = None
+    pids_max: int | None = None
+    pids_now: int = 0
+    cpus: float | None = None
 
 
-def group_of(pid: int | str = "self", root: Path = ROOT, proc: Path = PROC) -> Group:
-    """The groups of a process; an empty Group when it is gone or has none."""
-    try:
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-    except OSError:
-        return Group()
-    paths = {}
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group:
+    """A controller of version 1 is asked first."""
+    base = root / "sys/fs/cgroup"
+    old: dict[str, tuple[str, str]] = {}  # controller -> (all that are mounted with it, path)
+    unified: str | None = None
+    for line in _text(root / f"proc/{pid}/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            unified = path
         for controller in controllers.split(","):
-            paths[controller] = path
-    if "memory" in paths or "pids" in paths:
-        return _version_1(paths, root)
-    return _version_2(paths.get("", "/"), root)
+            old[controller] = (controllers, path)
 
+    def levels(controller: str) -> tuple[int, list[Path]]:
+        if controller in old:
+            together, path = old[controller]
+            for name in (controller, together):
+                if (base / name).is_dir():
+                    return 1, list(_upwards(base / name, path))
+        if unified is None:
+            return 0, []
+        for mount in (base / "unified", base):
+            if (mount / "cgroup.controllers").exists():
+                return 2, list(_upwards(mount, unified))
+        return 0, []
 
-def _version_1(paths: dict[str, str], root: Path) -> Group:
-    memory = _folders(root / "memory", paths.get("memory", "/"))
-    pids = _folders(root / "pids", paths.get("pids", "/"))
+    version, groups = levels("memory")
+    limit, used = _memory(version, groups)
+    pids_max, pids_now = _pids(levels("pids")[1])
     return Group(
-        memory_limit=_least(memory, "memory.limit_in_bytes"),
-        memory_used=_number(memory[0] / "memory.usage_in_bytes"),
-        oom_kills=_field(memory[0] / "memory.oom_control", "oom_kill"),
-        pids_limit=_least(pids, "pids.max"),
-        pids_used=_number(pids[0] / "pids.current"),
+        version=version,
+        memory_limit=limit,
+        memory_used=used,
+        oom_kills=_oom_kills(version, groups),
+        pids_max=pids_max,
+        pids_now=pids_now,
+        cpus=_cpus(levels("cpu")[1]),
     )
 
 
-def _version_2(path: str, root: Path) -> Group:
-    top = root / "unified" if (root / "unified").is_dir() else root
-    folders = _folders(top, path)
-    return Group(
-        memory_limit=_least(folders, "memory.max"),
-        memory_used=_number(folders[0] / "memory.current"),
-        oom_kills=_field(folders[0] / "memory.events", "oom_kill"),
-        pids_limit=_least(folders, "pids.max"),
-        pids_used=_number(folders[0] / "pids.current"),
-    )
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """A group and those around it."""
+    group = mount / path.lstrip("/")
+    while group != mount and mount in group.parents:
+        if group.is_dir():
+            yield group
+        group = group.parent
+    yield mount
 
 
-def _folders(top: Path, path: str) -> list[Path]:
-    """The group's own folder, then those above it: each of them limits it."""
-    own = top / path.lstrip("/")
-    if not own.is_dir():
-        own = top
-    folders = [own]
-    while folders[-1] != top:
-        folders.append(folders[-1].parent)
-    return folders
+def _memory(version: int, groups: list[Path]) -> tuple[int | None, int]:
+    """Limit and use of the group with the least left."""
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    tightest: tuple[int | None, int] = (None, 0)
+    for group in groups:
+        limit = _number(_text(group / names[0]))
+        if limit is None or limit >= _V1_UNLIMITED:
+            continue
+        cached = _field(group / "memory.stat", names[2]) or 0
+        used = max(0, (_number(_text(group / names[1])) or 0) - cached)
+        if tightest[0] is None or limit - used < tightest[0] - tightest[1]:
+            tightest = (limit, used)
+    return tightest
 
 
-def _least(folders: list[Path], name: str) -> int | None:
-    limits = [n for n in (_number(folder / name) for folder in folders) if n is not None and n < _NO_LIMIT]
-    return min(limits, default=None)
+def _oom_kills(version: int, groups: list[Path]) -> int | None:
+    """Of the process's own group: in version 1 the kill is counted nowhere else."""
+    if not groups:
+        return None
+    return _field(groups[0] / ("memory.oom_control" if version == 1 else "memory.events"), "oom_kill")
 
 
-def _number(file: Path) -> int | None:
+def _pids(groups: list[Path]) -> tuple[int | None, int]:
+    tightest: tuple[int | None, int] = (None, 0)
+    for group in groups:
+        most = _number(_text(group / "pids.max"))
+        now = _number(_text(group / "pids.current")) or 0
+        if most is not None and (tightest[0] is None or most - now < tightest[0] - tightest[1]):
+            tightest = (most, now)
+    return tightest
+
+
+def _cpus(groups: list[Path]) -> float | None:
+    found: list[float] = []
+    for group in groups:
+        words = _text(group / "cpu.max").split()
+        quota = _number(words[0]) if words else _number(_text(group / "cpu.cfs_quota_us"))
+        period = _number(words[1]) if len(words) > 1 else _number(_text(group / "cpu.cfs_period_us"))
+        if quota is not None and quota > 0:
+            found.append(quota / (period or 100_000))
+    return min(found, default=None)
+
+
+def _text(path: Path) -> str:
     try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # not there; or "max"
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(text: str) -> int | None:
+    """None for "max" and what is not there."""
+    try:
+        return int(text.split(maxsplit=1)[0])
+    except (ValueError, IndexError):
         return None
 
 
-def _field(file: Path, name: str) -> int | None:
-    try:
-        for line in file.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    except (OSError, ValueError):
-        pass  # an older kernel, or not ours to read
-    return None
+def _field(path: Path, name: str) -> int | None:
+    lines = (line.partition(" ") for line in _text(path).splitlines())
+    return next((_number(value) for key, _, value in lines if key == name), None)

@@ -109,8 +109,8 @@ def process_limits() -> tuple[str, ...]:
     group = group_of()
     user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     found = []
-    if group.pids_limit is not None:
-        found.append(f"cgroup pids.max {group.pids_limit}, in use {group.pids_used}")
+    if group.pids_max is not None:
+        found.append(f"cgroup pids.max {group.pids_max}, in use {group.pids_now}")
     if user != resource.RLIM_INFINITY:
         found.append(f"ulimit -u {user} for uid {os.getuid()}")
     try:
@@ -164,5 +164,5 @@ def _memory() -> tuple[str, ...]:
             facts.append(f"{name} {soft >> 20} MiB")
     group = group_of()
     if group.memory_limit is not None:
-        facts.append(f"cgroup limit {group.memory_limit >> 20} MiB, used {(group.memory_used or 0) >> 20} MiB")
+        facts.append(f"cgroup limit {group.memory_limit >> 20} MiB, used {group.memory_used >> 20} MiB")
     return tuple(facts)
