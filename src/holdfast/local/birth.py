@@ -102,8 +102,10 @@ class Surroundings:
         os.environ.update(self._environment)
         os.sched_setaffinity(0, self._processors)
         for kind, (soft, hard) in self._limits.items():
-            if resource.getrlimit(kind) != (soft, hard):
+            try:
                 resource.setrlimit(kind, (soft, hard))
+            except (ValueError, OSError):
+                pass  # the trainer could raise it, and we may not: the older limit stands
 
 
 class Cord:
