@@ -1,6 +1,6 @@
 """num_workers=0: the same policy, in the trainer itself. Deaths excepted: there is no other process to die."""
 
-import logging
+import os
 import random
 from typing import Any
 
@@ -8,17 +8,16 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from holdfast.core.ledger import BREAKER_LEAST
-from holdfast.core.messages import Stage
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
-from holdfast.errors import SampleError, TooManyBad
+from holdfast.errors import SampleError
 from holdfast.loader import seeds
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
 from holdfast.loader.stream import StreamFetcher
+from holdfast.loader.tell import Teller
 from holdfast.local.raised import capture
 from holdfast.policy import Policy
 
-log = logging.getLogger("holdfast")
 __all__ = ["InlineIterator"]
 
 
@@ -29,6 +28,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         super().__init__(loader)
         self._policy = policy
         self._record = record
+        self._teller = Teller(record, policy, "none", lambda task, position: (None, None), lambda worker: os.getpid())
         self._batch = -1
         self._seen = 0
         self._bad = 0
@@ -75,33 +75,11 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         self._record.counts["batches"] += 1
         self._record.counts["samples"] += samples
         for trouble in troubles:
-            self._record.counts["retries"] += trouble.attempts - 1
-            if trouble.fate != "retried":
-                self._bad += 1
-                self._record.counts["samples"] -= trouble.fate == "skipped"
-                text = f"{trouble.raised.type_name}: {trouble.raised.text}"
-                self._record.add_bad(BadSample(trouble.index, self._batch, text, trouble.attempts, trouble.replaced_by))
-            incident = incident_of(
-                Case(
-                    what="retried" if trouble.fate == "retried" else "raised",
-                    worker=0,
-                    task=self._batch,
-                    index=trouble.index,
-                    stage=Stage.FETCH,
-                    attempt=trouble.attempts,
-                    raised=trouble.raised,
-                    did=trouble.fate,
-                )
-            )
-            self._record.add(incident)
-            log.warning("%s", incident.line)
+            self._teller.trouble(trouble, self._batch, 0)
+            self._bad += trouble.fate != "retried"
+            self._record.counts["samples"] -= trouble.fate == "skipped"
         if troubles and self._seen >= BREAKER_LEAST and self._bad > self._policy.max_bad * self._seen:
-            raise TooManyBad(
-                f"{self._bad} of {self._seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows; "
-                f"the last: {troubles[-1].raised.type_name}: {troubles[-1].raised.text}",
-                self._bad,
-                self._seen,
-            )
+            raise self._teller.too_many(self._bad, self._seen)
 
     def _raise(self, failed: Failed) -> None:
         """As itself; but a StopIteration of the dataset's would end the epoch without a word."""

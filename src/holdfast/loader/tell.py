@@ -172,11 +172,12 @@ class Teller:
             if event.on is not None and event.on.stage < Stage.IDLE:
                 why = "workers die before they are ready; the last:"
             return WorkerLost(f"{why}\n{incident}", case.index, case.worker, incident.stage, incident.stack or None)
-        return TooManyBad(self._breaker_text(stop.bad, stop.seen), stop.bad, stop.seen)
+        return self.too_many(stop.bad, stop.seen)
 
-    def _breaker_text(self, bad: int, seen: int) -> str:
+    def too_many(self, bad: int, seen: int) -> TooManyBad:
+        """The circuit breaker: what do they share?"""
         shared = Counter(b.error for b in self._record.bad_samples).most_common(3)
         lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
         lines += [f"    seen   {count} x {error}" for error, count in shared]
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
-        return "\n".join(lines)
+        return TooManyBad("\n".join(lines), bad, seen)
