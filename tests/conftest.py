@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -61,7 +62,13 @@ def mappings() -> int:
 
 @pytest.fixture(autouse=True, scope="session")
 def multiprocessings_own() -> None:
-    """Its resource tracker and fork server stay for the interpreter's life: start them before anything is counted."""
+    """Its resource tracker and fork server stay for the interpreter's life: start them before anything is counted.
+
+    Whoever starts the tests in the background has Ctrl-C ignored, and children would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    forkserver.set_forkserver_preload(["__main__", "holdfast.loader.job"])
     resource_tracker.ensure_running()
     forkserver.ensure_running()
 

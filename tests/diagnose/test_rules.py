@@ -30,7 +30,7 @@ def named(case):
 def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
     group = Group(memory_limit=64 << 30)
     cgroup = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("cgroup", 3, 4), group=group)))
-    assert (cgroup.name, cgroup.confidence) == ("worker-oom-killed", "certain")
+    assert (cgroup.name, cgroup.confidence) == ("worker-oom-killed", "likely")
     assert "cgroup oom_kill 3 -> 4" in cgroup.seen
     host = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("host", 0, 1))))
     assert (host.name, host.confidence) == ("worker-oom-killed", "likely")
@@ -55,7 +55,7 @@ def test_a_sample_that_is_killed_too_often_for_chance():
         ("/usr/bin/java -Dproc_nodemanager org.apache.hadoop.yarn.server.nodemanager.NodeManager", "YARN"),
         ("/usr/bin/containerd-shim-runc-v2 -namespace k8s.io", "the container runtime"),
         ("/opt/ray/raylet/raylet --raylet_socket_name=x", "Ray"),
-        ("python -m torch/distributed/run train.py", "torchrun"),
+        ("/opt/venv/bin/python3.11 /opt/venv/bin/torchrun --nproc-per-node 2 train.py", "torchrun"),
         ("/usr/bin/java -jar other.jar", "a JVM"),
     ],
 )
@@ -66,6 +66,15 @@ def test_schedulers_are_known_by_their_command_lines(command, who):
 
 
 def test_other_senders():
+    shell = Sender(9, 0, 0, ((9, "bash"), (8, "/usr/sbin/slurmstepd: [1234.0]")))
+    assert named(replace(SENT, evidence=seen(sender=shell))).name == "worker-signalled", "srun --pty bash, then kill"
+    for command in (
+        "bash /home/me/yarn-spinner/stop.sh",
+        "ray::Trainer.fit",
+        "/opt/venv/bin/python train.py --torchrun",
+    ):
+        mine = Sender(9, 0, 0, ((9, command),))
+        assert named(replace(SENT, evidence=seen(sender=mine))).name == "worker-signalled"
     person = named(replace(SENT, evidence=seen(sender=Sender(9, 0, 0, ((9, "-bash"), (8, "sshd: me"))))))
     assert person.name == "worker-signalled"
     assert "-bash" in person.seen[0]

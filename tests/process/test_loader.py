@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, get_wor
 
 import holdfast
 from holdfast import DataLoader, Policy
+from holdfast.shm.slots import Slots
 
 from ..conftest import children
 from .data import Epochs, Getitems, Images, Noise, Numbers, Reopens, Shared, Stream
@@ -86,6 +87,72 @@ def test_a_batch_stays_as_it_is_when_a_forked_child_drops_it():
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert kept[3, 0, 0, 0] == 3
+
+
+class Fat:
+    """Its bytes travel out of band, and are copied when it is rebuilt: nothing looks at the slot afterwards."""
+
+    def __init__(self, data):
+        self.data = bytes(data)
+
+    def __reduce_ex__(self, protocol):
+        return Fat, (pickle.PickleBuffer(self.data),)
+
+
+class Fats(Numbers):
+    def __getitem__(self, index):
+        return Fat(bytes([index % 256]) * (1 << 19))
+
+
+def test_a_slot_is_freed_once(monkeypatch):
+    """Its last view may be gone before the batch is whole: freed twice, it would be written over."""
+    freed = []
+    put_back = Slots.put_back
+    monkeypatch.setattr(Slots, "put_back", lambda self, slot: (freed.append(slot), put_back(self, slot))[1])
+    loader = DataLoader(Fats(20), batch_size=None, num_workers=1)
+    assert [fat.data[:1] for fat in loader] == [bytes([i]) for i in range(20)]
+    assert len(freed) == 20
+
+
+def test_a_kept_batch_costs_no_descriptor_per_epoch():
+    """Each new iterator forks, and each fork must know what was lent."""
+    loader = DataLoader(Images(4), batch_size=4, num_workers=1)
+    kept = next(iter(loader))[0]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(12):
+        next(iter(loader))
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert kept[3, 0, 0, 0] == 3
+
+
+class OddShape:
+    shape = 3
+
+
+class OddShapes(Numbers):
+    def __getitem__(self, index):
+        return OddShape()
+
+
+class ManyShared(Numbers):
+    """More shared tensors than a fork server takes descriptors."""
+
+    def __init__(self):
+        super().__init__(300)
+        self.tensors = [torch.tensor(float(i)).share_memory_() for i in range(300)]
+
+    def __getitem__(self, index):
+        return self.tensors[index]
+
+
+def test_an_error_of_collate_is_the_users_whatever_the_samples_are():
+    with pytest.raises(TypeError, match="default_collate"):
+        next(iter(DataLoader(OddShapes(4), batch_size=4, num_workers=1)))
+
+
+def test_a_dataset_of_many_shared_tensors_can_be_spawned():
+    loader = DataLoader(ManyShared(), batch_size=50, num_workers=1, multiprocessing_context="spawn")
+    assert flat(loader) == list(range(300))
 
 
 class Surrounded(Numbers):

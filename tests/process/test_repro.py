@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
 from holdfast.cli import main
+from holdfast.diagnose import runfolder
 
 
 class Moody(Dataset):
@@ -75,6 +76,29 @@ def test_the_dataset_can_be_made_anew(folder, capsys):
     assert main(["repro", str(file), "--dataset", "tests.process.test_repro:Moody"]) == 1
     assert main(["repro", str(file), "--incident", "7"]) == 2
     assert main(["repro", str(file) + ".not"]) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_no_batch(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "file" / "run"))
+    run_epoch(Moody())
+    assert "incidents cannot be kept" in caplog.text
+
+
+def test_a_large_dataset_is_not_kept(folder, monkeypatch):
+    monkeypatch.setattr(runfolder, "MOST_BYTES", 10)
+    run_epoch(Moody())
+    assert [path.suffix for path in folder.iterdir()] == [".jsonl"]
+
+
+def test_indices_keep_their_types_and_those_before_may_fail(folder, capsys):
+    sampler = [[np.int64(6), np.int64(1)], [np.int64(2), np.int64(6)], [6, 6]]
+    loader = DataLoader(Moody(), batch_sampler=sampler, num_workers=1, policy=Policy(bad_sample="skip", max_bad=1.0))
+    assert len(list(loader)) == 2
+    (file,) = folder.glob("*.jsonl")
+    for number, incident in enumerate(loader.incidents):
+        assert main(["repro", str(file), "--incident", str(number)]) == 1
+        assert incident.says.partition("ValueError: ")[2] in capsys.readouterr().err
 
 
 def test_a_run_without_incidents_writes_nothing(folder):

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
+from holdfast.diagnose.runfolder import from_text
 from holdfast.loader.again import load_again
 from holdfast.local.linux import signal_name
 
@@ -41,7 +42,7 @@ def run(chosen: argparse.Namespace) -> int:
         print(f"holdfast repro: {error}", file=sys.stderr)
         return 2
     told = incident["again"]
-    again = Again(told["seed"], told["batch"], tuple(told["indices"]), told["position"])
+    again = Again(told["seed"], told["batch"], from_text(told["pickled"]), told["position"])
     print(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
     print(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
     if chosen.pdb:
@@ -56,7 +57,8 @@ def _incident(file: Path, number: int | None) -> dict[str, Any]:
         incidents = [json.loads(line) for line in file.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise BadInput(f"cannot read {file}: {error}") from error
-    found = [i for i in incidents if i.get("again") and (number is None or i["number"] == number)]
+    loadable = [i for i in incidents if i.get("again") and i["again"].get("pickled")]
+    found = [i for i in loadable if number is None or i["number"] == number]
     if not found:
         which = f"no incident {number} with a sample" if number is not None else "no incident with a sample"
         raise BadInput(f"{which} in {file}; it has {len(incidents)} incidents")

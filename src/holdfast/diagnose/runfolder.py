@@ -4,17 +4,34 @@ HOLDFAST_RUN_DIR names it. Each loader has a file of JSON lines there, and besid
 dataset, so that `holdfast repro` can load the sample again.
 """
 
+import base64
 import itertools
 import json
+import logging
 import os
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 
+log = logging.getLogger("holdfast")
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
 _numbers = itertools.count()
+
+
+def to_text(indices: tuple[Any, ...]) -> str | None:
+    """Indices as they are, not as JSON knows them: numpy's numbers, tuples, strings."""
+    try:
+        return base64.b64encode(pickle.dumps(indices)).decode()
+    except Exception:
+        return None  # objects of the user's that do not pickle: such a sample cannot be loaded again
+
+
+def from_text(text: str) -> tuple[Any, ...]:
+    indices: tuple[Any, ...] = pickle.loads(base64.b64decode(text))
+    return indices
 
 
 class RunFolder:
@@ -24,14 +41,26 @@ class RunFolder:
         self.file = Path(folder) / f"incidents-{os.getpid()}-{next(_numbers)}.jsonl"
         self._dataset = dataset
         self._count = 0
+        self._failed = False
 
     def write(self, incident: dict[str, Any]) -> None:
-        """One line, whole or not at all, and with the kernel before this returns."""
-        if not self._count:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._write_dataset()
+        """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
+        again = incident.get("again")
+        if again is not None:
+            incident["again"] = {**again, "pickled": to_text(again["indices"])}
         line = json.dumps({"number": self._count, **incident}, default=repr) + "\n"
+        try:
+            if not self._count:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self._write_dataset()
+            self._append(line)
+        except OSError as error:
+            if not self._failed:
+                log.warning("incidents cannot be kept in %s: %s", self.file, str(error))
+            self._failed = True
         self._count += 1
+
+    def _append(self, line: str) -> None:
         fd = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, line.encode())
@@ -39,9 +68,23 @@ class RunFolder:
             os.close(fd)
 
     def _write_dataset(self) -> None:
+        path = self.file.with_suffix(".dataset")
         try:
-            data = cloudpickle.dumps(self._dataset)
-        except Exception:
-            return  # a help, not a duty: repro asks for --dataset then
-        if len(data) <= MOST_BYTES:
-            self.file.with_suffix(".dataset").write_bytes(data)
+            with open(path, "wb") as file:
+                cloudpickle.dump(self._dataset, _Bounded(file))
+        except Exception:  # user code, or too large: a help, not a duty; repro asks for --dataset then
+            path.unlink(missing_ok=True)
+
+
+class _Bounded:
+    """A file that refuses more than MOST_BYTES: a dataset in memory must not be copied to find out its size."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._left = MOST_BYTES
+
+    def write(self, data: Any) -> int:
+        self._left -= memoryview(data).nbytes
+        if self._left < 0:
+            raise ValueError("too large to keep")
+        return self._file.write(data)

@@ -1,5 +1,6 @@
 """One sample once more, with the random numbers that it had: for `holdfast repro`."""
 
+import sys
 from typing import Any
 
 from holdfast.diagnose.finding import Again
@@ -9,6 +10,10 @@ from holdfast.loader.seeds import Seeder
 def load_again(dataset: Any, again: Again) -> Any:
     """The sample. Those before it in its batch are loaded first: they draw from the same generators."""
     Seeder().seed(again.seed, again.batch)
-    for index in again.indices:
-        sample = dataset[index]
-    return sample
+    *before, wanted = again.indices
+    for index in before:
+        try:
+            dataset[index]
+        except Exception as error:
+            print(f"(index {index!r}, before it, raised {type(error).__name__}: {error})", file=sys.stderr)
+    return dataset[wanted]

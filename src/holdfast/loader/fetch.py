@@ -260,7 +260,7 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(samples, indices)) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices)) from error
 
     def left_out(self, samples: Any) -> bool:
         """True when nothing is left of this batch."""

@@ -1,17 +1,29 @@
 """Which samples of a batch are unlike the others? Asked when they cannot be stacked."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 _MOST = 5
 _DEPTH = 6
+_WIDTH = 100
+# What torch says of samples that cannot be stacked.
+UNEQUAL = re.compile(r"stack expects each tensor to be equal size|should be of equal size|same shape", re.IGNORECASE)
 
 
-def differing(samples: Any, indices: Any) -> tuple[str, ...]:
-    """The samples whose shapes are not what most have, in words."""
-    if not isinstance(samples, list) or len(samples) < 2:
+def differing(error: BaseException, samples: Any, indices: Any) -> tuple[str, ...]:
+    """The samples whose shapes are not what most have, in words; nothing where that is not the trouble."""
+    if not UNEQUAL.search(str(error)) or not isinstance(samples, list) or len(samples) < 2:
         return ()
+    try:
+        return _differing(samples, indices)
+    except Exception:  # user code again: `shape`, `__len__`, `items`. The error itself is what counts
+        return ()
+
+
+def _differing(samples: list[Any], indices: Any) -> tuple[str, ...]:
     names = [f"index {index!r}" for index in indices] if indices is not None else []
     if len(names) != len(samples):
         names = [f"sample {position} of the batch" for position in range(len(samples))]
@@ -31,9 +43,9 @@ def _shapes(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
     if shape is not None:
         yield path, str(tuple(shape))
     elif depth and isinstance(value, Mapping):
-        for key, part in value.items():
+        for key, part in islice(value.items(), _WIDTH):
             yield from _shapes(part, f"{path}[{key!r}]", depth - 1)
     elif depth and isinstance(value, Sequence) and not isinstance(value, str | bytes):
         yield f"len(){path and ' of '}{path}", str(len(value))
-        for position, part in enumerate(value):
+        for position, part in enumerate(islice(value, _WIDTH)):
             yield from _shapes(part, f"{path}[{position}]", depth - 1)

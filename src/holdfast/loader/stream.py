@@ -177,7 +177,7 @@ class StreamFetcher:
         try:
             return self._collate(items)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(items, None)) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:

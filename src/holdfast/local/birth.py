@@ -30,12 +30,17 @@ from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import FileSpace, SlotSpace
 
 _LIMITS = (
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_MEMLOCK,
     resource.RLIMIT_NOFILE,
     resource.RLIMIT_NPROC,
     resource.RLIMIT_AS,
     resource.RLIMIT_DATA,
     resource.RLIMIT_CORE,
 )
+
+
+NAME = "holdfast-keeper"
 
 
 class Package:
@@ -95,12 +100,17 @@ class Surroundings:
         self._environment = dict(os.environ)
         self._processors = os.sched_getaffinity(0)
         self._limits = {kind: resource.getrlimit(kind) for kind in _LIMITS}
+        self._niceness = os.nice(0)
+        self._umask = linux.umask()
 
     def enter(self) -> None:
         """In the new process."""
         os.environ.clear()
         os.environ.update(self._environment)
         os.sched_setaffinity(0, self._processors)
+        os.umask(self._umask)
+        if self._niceness > os.nice(0):
+            os.nice(self._niceness - os.nice(0))
         for kind, (soft, hard) in self._limits.items():
             try:
                 resource.setrlimit(kind, (soft, hard))
@@ -178,8 +188,16 @@ def spawn_keeper(orders: Orders, job: Job) -> BaseProcess:
     wanted = type(job).__module__  # what a worker does, and with it torch
     if wanted not in modules:
         context.set_forkserver_preload([*modules, wanted])
-    process = context.Process(target=_keep_spawned, args=(Cord(orders), package), name="holdfast-keeper")
+    process: BaseProcess = context.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
     try:
+        process.start()
+    except ValueError as error:
+        if "too many fds" not in str(error):
+            raise
+        # The fork server takes 256 descriptors at most, and each shared tensor of the dataset is one.
+        package.close_in_trainer()
+        fresh = multiprocessing.get_context("spawn")
+        process = fresh.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
         process.start()
     finally:
         package.close_in_trainer()

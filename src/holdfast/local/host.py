@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, assert_never
 
@@ -517,10 +516,17 @@ class LocalHost:
         slot = parcel.slot
         start = slot * slots.stride
         view = slots.memory.view[start : start + slots.stride]
+        lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
+
+        def lend() -> memoryview | None:
+            view = slots.lend(slot)
+            lent.append(view is not None)
+            return view
+
         try:
-            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, partial(slots.lend, slot))
+            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend)
         finally:
-            if slot not in slots.lent:
+            if not any(lent):
                 slots.put_back(slot)
 
     def discard(self, result: object) -> None:

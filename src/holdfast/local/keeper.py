@@ -302,7 +302,7 @@ class Keeper:
             stack=life.stack or _read_stack(life.crash),
             peak_bytes=peak,
             oom=self._oom.claim(now) if killed else None,
-            kernel_log=procfs.kernel_says(life.pid) if killed else "",
+            kernel_log=procfs.kernel_says(life.pid, life.began) if killed else "",
             group=group_of(),
             shm_free=shm_free(),
             pressure=procfs.memory_pressure(),

@@ -61,6 +61,14 @@ def data_bytes() -> int:
     return 0
 
 
+def umask() -> int:
+    """The mask of this process; read from /proc, because os.umask would change it for all threads meanwhile."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
+
+
 def is_open(fd: int) -> bool:
     """True for a descriptor of this process."""
     try:

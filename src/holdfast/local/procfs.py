@@ -65,6 +65,8 @@ _ON_DESCRIPTOR = frozenset(
     ("read", "write", "pread64", "connect", "accept", "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync")
 )
 _MOST_PATHS = 3
+# The first pid namespace has this fixed number (PROC_PID_INIT_INO).
+_HOST_PIDS = "pid:[4026531836]"
 
 
 def system_call(pid: int) -> tuple[str, str]:
@@ -162,8 +164,13 @@ def memory_pressure() -> float:
     return float(found[1]) if found else 0.0
 
 
-def kernel_says(pid: int) -> str:
-    """The kernel's own line about killing this process for memory, if its log may be read."""
+def kernel_says(pid: int, since: float) -> str:
+    """The kernel's own line about killing this process for memory after `since` (monotonic), if its log may be read.
+
+    The log speaks of the host's pids: inside another pid namespace it says nothing about ours.
+    """
+    if os.readlink("/proc/self/ns/pid") != _HOST_PIDS:
+        return ""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -175,8 +182,10 @@ def kernel_says(pid: int) -> str:
                 record = os.read(log, 8192).decode(errors="replace")
             except BrokenPipeError:
                 continue  # overwritten while we read
-            if re.search(rf"[Kk]illed process {pid} ", record):
-                found = record.partition(";")[2].splitlines()[0]
+            head, _, text = record.partition(";")
+            at = int(head.split(",")[2]) / 1e6
+            if at >= since - 1 and re.search(rf"[Kk]illed process {pid} ", text):
+                found = text.splitlines()[0]
     except OSError:
         return found  # the end of it
     finally:

@@ -130,7 +130,7 @@ def stack_tensors(samples: list[Any], out: torch.Tensor) -> None:
         for sample in samples:
             if type(sample) is not torch.Tensor or sample.dtype is not dtype or sample.shape != shape:
                 break
-            if not sample.is_contiguous() or not sample.is_cpu:
+            if not sample.is_contiguous() or not sample.is_cpu or sample.requires_grad:
                 break
             sources.append(sample.data_ptr())
         else:

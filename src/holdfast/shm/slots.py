@@ -177,13 +177,14 @@ class Slots:
                     self._back.append(slot)
                     continue
                 del self._guards[slot]
-            self.lent.pop(slot, None)
             self.put_back(slot)
+            self.lent.pop(slot, None)  # after it is free: what is lent and what is claimed must fit together
 
     def guard(self, guard: ForkGuard) -> None:
         """The trainer forked: what is lent now must stay as it is while that child lives."""
         for slot in list(self.lent):
-            self._guards.setdefault(slot, []).append(guard)
+            guards = self._guards.setdefault(slot, [])
+            guards[:] = [old for old in guards if not old.over] + [guard]
 
     def disarm(self) -> None:
         """In a forked child: it sees what is lent, and frees nothing."""

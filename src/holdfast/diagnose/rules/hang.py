@@ -85,7 +85,7 @@ def _network(case: Case, view: View) -> Verdict:
         return None
     if view.call not in _SOCKET_CALLS | _WAIT_CALLS | {"read", "write", ""}:
         return None
-    says = "it waits for " + ("a name to be looked up (DNS)" if names else "another computer, on a socket")
+    says = "it waits for " + ("a name to be looked up (DNS)" if names else "an answer on a socket")
     return (
         "hang-network",
         says,

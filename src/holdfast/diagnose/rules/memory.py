@@ -28,7 +28,7 @@ def oom_killed(case: Case) -> Finding | None:
         (*seen, *memory_seen(evidence)),
         'fewer workers (num_workers), a smaller prefetch_factor or batch; Policy(worker_memory="4GiB") names the '
         "line that allocates",
-        "certain" if evidence.kernel_log or (evidence.oom is not None and evidence.oom.scope == "cgroup") else "likely",
+        "certain" if evidence.kernel_log else "likely",  # a counter does not say who was killed
     )
 
 

@@ -9,19 +9,23 @@ from holdfast.diagnose.rules.memory import memory_seen
 from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
 
-# What schedulers' processes are called, and what to set there.
+# What schedulers' programs are called: pattern of the command line, name, where to look.
 _SCHEDULERS = (
-    (re.compile(r"slurmstepd|slurmd\b"), "Slurm", "sacct -j $SLURM_JOB_ID shows why; #SBATCH --time, --mem"),
-    (re.compile(r"CoarseGrainedExecutorBackend|org\.apache\.spark"), "Spark", "the executor's log shows why"),
-    (re.compile(r"yarn|NodeManager|container-executor"), "YARN", "yarn logs -applicationId shows why"),
-    (re.compile(r"containerd-shim|kubelet|runc\b|dockerd|conmon"), "the container runtime", "kubectl describe pod"),
-    (re.compile(r"\braylet\b|ray::"), "Ray", "ray logs, and `ray memory`, show why"),
+    (re.compile(r"^\S*slurm(step)?d\b"), "Slurm", "sacct -j $SLURM_JOB_ID shows why; #SBATCH --time, --mem"),
+    (re.compile(r"^\S*java\b.* org\.apache\.spark\.\S+"), "Spark", "the executor's log shows why"),
+    (re.compile(r"^\S*java\b.*\.NodeManager\b|^\S*container-executor\b"), "YARN", "yarn logs -applicationId shows why"),
     (
-        re.compile(r"\btorchrun\b|torch/distributed/(run|launch)"),
-        "torchrun",
-        "its log names the first rank to fail",
+        re.compile(r"^\S*(containerd-shim|kubelet|runc|dockerd|conmon)\b"),
+        "the container runtime",
+        "kubectl describe pod",
     ),
-    (re.compile(r"(^|/)java\b"), "a JVM", "the log of that JVM shows why it ends its children"),
+    (re.compile(r"^\S*/raylet\b"), "Ray", "ray logs, and `ray memory`, show why"),
+    (
+        re.compile(r"^\S*python\S* (\S*/torchrun\b|-m torch\.distributed\.)"),
+        "torchrun",
+        "its log names the first to fail",
+    ),
+    (re.compile(r"^\S*java\b"), "a JVM", "the log of that JVM shows why it ends its children"),
 )
 
 
@@ -95,20 +99,20 @@ def interrupted(case: Case) -> Finding | None:
 
 
 def scheduled(case: Case) -> Finding | None:
-    """A scheduler's process is the sender, or among its parents."""
+    """A scheduler's own process is the sender. (What is started under one is not: that may be anybody's shell.)"""
     sender = case.evidence.sender if case.evidence is not None else None
     if case.what != "signal" or sender is None:
         return None
-    for _, command in sender.commands[:2]:
-        for pattern, name, advice in _SCHEDULERS:
-            if pattern.search(command):
-                return Finding(
-                    "terminated-by-scheduler",
-                    f"{name} sent {signal_name(case.code)}: it is about to end this job, or this container; "
-                    f"{_who(case)} noted that and went on",
-                    (f"{signal_name(case.code)} {_from(case)}", *_seen_around(case)),
-                    f"{advice}; save a checkpoint when the trainer gets the same signal",
-                )
+    command = sender.commands[0][1] if sender.commands else ""
+    for pattern, name, advice in _SCHEDULERS:
+        if pattern.search(command):
+            return Finding(
+                "terminated-by-scheduler",
+                f"{name} sent {signal_name(case.code)}: it may be about to end this job, or this container; "
+                f"{_who(case)} noted that and went on",
+                (f"{signal_name(case.code)} {_from(case)}", *_seen_around(case)),
+                f"{advice}; save a checkpoint when the trainer gets the same signal",
+            )
     return None
 
 
