@@ -119,6 +119,7 @@ class MapFetcher:
         self._catch = catch
         self._reseed = reseed
         self._slow = True
+        self._all_or_none = policy.bad_sample == "raise"  # then what was loaded before an exception is not needed
         many = getattr(dataset, "__getitems__", None)
         self._many = many if callable(many) else None
 
@@ -163,6 +164,8 @@ class MapFetcher:
                     for words[POSITION], index in pairs:
                         words[SINCE] = clock()
                         append(dataset[index])
+                elif self._all_or_none:
+                    samples += [dataset[index] for words[POSITION], index in pairs]
                 else:
                     for words[POSITION], index in pairs:
                         append(dataset[index])
@@ -170,6 +173,7 @@ class MapFetcher:
             except Failed:
                 raise
             except self._catch as error:
+                index = indices[positions.index(words[POSITION])]
                 sample = self._bad(error, words[POSITION], index, 1, 0.0, draw.spares, troubles)
                 if sample is not _LEFT_OUT:
                     append(sample)

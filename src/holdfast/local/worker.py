@@ -27,7 +27,11 @@ from holdfast.local.wire import MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
 from holdfast.shm.memory import Memory
 from holdfast.shm.place import SlotSpace
-from holdfast.shm.slots import claim, slot_view, states_of, strides_for
+from holdfast.shm.slots import claim, claim_again, slot_view, states_of, strides_for
+
+
+# Batches from this size on are worth waiting for a slot that was used before.
+LARGE = 4 << 20
 
 
 class Reply(NamedTuple):
@@ -141,12 +145,13 @@ class Worker:
         pulse, words, run, states = self._pulse, self._pulse.words, self._job.run, self._states
         view, stride = self._memory.view, self._wiring.stride
         spaces: dict[int, SlotSpace] = {}
+        large = False
         while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
                     self._announce(task, -1, Reply(Kind.ABANDONED))
                     continue
-                slot = claim(states)
+                slot = claim_again(states, len(spaces)) if large else claim(states)
                 space = spaces.get(slot)
                 if space is None:
                     space = spaces[slot] = self._space(slot)
@@ -156,6 +161,7 @@ class Worker:
                 end = letter + size
                 reply = run(view[letter:end], view[end : end + saved], count, space)
                 self._announce(task, slot, reply)
+                large = reply.where > LARGE
                 words[TASKS] += 1
                 pulse.enter(Stage.IDLE)
 

@@ -24,6 +24,7 @@ again before the child is gone: it holds the writing end of a pipe, whose end of
 import ctypes
 import os
 import select
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +38,12 @@ LARGEST_STRIDE = 8 << 30
 # Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
 KEEPABLE = 32
 FREE, CLAIMED = 0, 1
+# One batch is looked at while the next is made: with fewer slots than these a worker would wait for nothing.
+ENOUGH = 2
+# What a worker waits, at most, before it takes a slot that was never used. It happens a few times in a life: when the
+# trainer takes longer than this over a batch, there is time to make the next ones meanwhile.
+MOMENT_S = 0.05
+LOOK_S = 100e-6
 
 
 def strides_for(count: int, busy: int) -> int:
@@ -54,6 +61,19 @@ def claim(states: memoryview) -> int:
     slot = bytes(states).index(FREE)
     states[slot] = CLAIMED
     return slot
+
+
+def claim_again(states: memoryview, touched: int) -> int:
+    """The same, for large batches: one of the `touched` first slots, if one comes free within a moment.
+
+    A slot that was never used costs its whole size, for good. The trainer looks at one batch while it asks for the
+    next; it will put the first back as soon as it has that.
+    """
+    if touched >= ENOUGH and FREE not in bytes(states[:touched]):
+        give_up = time.monotonic() + MOMENT_S
+        while FREE not in bytes(states[:touched]) and time.monotonic() < give_up:
+            time.sleep(LOOK_S)
+    return claim(states)
 
 
 class Lent(weakref.ref[ctypes.Array[ctypes.c_char]]):
