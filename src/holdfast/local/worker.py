@@ -29,7 +29,6 @@ from holdfast.shm.memory import Memory
 from holdfast.shm.place import SlotSpace
 from holdfast.shm.slots import claim, claim_again, slot_view, states_of, strides_for
 
-
 # Batches from this size on are worth waiting for a slot that was used before.
 LARGE = 4 << 20
 
