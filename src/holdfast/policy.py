@@ -67,6 +67,8 @@ class Policy:
     """Exception types worth another attempt."""
     retry_delay: float = 0.1
     """Seconds before the first retry; doubled each time, with jitter."""
+    retry_delay_max: float = 5.0
+    """Seconds between two retries, at most."""
     strikes: int = 2
     """How many worker lives one sample may end before it is bad."""
     sample_timeout: float | None = None
@@ -93,8 +95,10 @@ class Policy:
             object.__setattr__(self, "retry_on", kinds)
         if not isinstance(kinds, tuple) or not all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds):
             raise _refuse("retry_on", kinds, "an exception class or a tuple of them")
-        if not _is_number(self.retry_delay) or self.retry_delay < 0:
-            raise _refuse("retry_delay", self.retry_delay, "seconds, 0 or more")
+        for name in ("retry_delay", "retry_delay_max"):
+            value = getattr(self, name)
+            if not _is_number(value) or value < 0:
+                raise _refuse(name, value, "seconds, 0 or more")
         if self.sample_timeout is not None and (not _is_number(self.sample_timeout) or self.sample_timeout <= 0):
             raise _refuse("sample_timeout", self.sample_timeout, "None or seconds above 0")
         if not _is_number(self.max_bad) or not 0 <= self.max_bad <= 1:
@@ -115,10 +119,12 @@ class Policy:
             raise _refuse("worker_memory", wanted, accepted)
 
     @property
-    def worker_bytes(self) -> int | None:
-        """`worker_memory` in bytes; None where there is no limit, or where it is "auto" (not measured yet)."""
-        if self.worker_memory is None or self.worker_memory == "auto":
+    def worker_bytes(self) -> int | Literal["auto"] | None:
+        """`worker_memory` in bytes; None where there is no limit, "auto" where it is to be measured."""
+        if self.worker_memory is None:
             return None
+        if self.worker_memory == "auto":
+            return "auto"
         if isinstance(self.worker_memory, str):
             return parse_bytes(self.worker_memory)
         return self.worker_memory
@@ -153,6 +159,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "bad_sample": str,
     "retries": int,
     "retry_delay": float,
+    "retry_delay_max": float,
     "strikes": int,
     "sample_timeout": _optional_seconds,
     "worker_memory": _memory,

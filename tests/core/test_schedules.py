@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import (
+    Allowed,
     Booted,
     Cause,
     Deliver,
@@ -23,11 +24,13 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Leave,
     Lost,
     Note,
     Opened,
     Place,
     Renew,
+    Retire,
     Send,
     Stage,
     Start,
@@ -44,6 +47,11 @@ DEATHS = [
     (Cause.DEADLINE, 9),
     (Cause.MEMORY, 9),
     (Cause.KEEPER, 0),
+    (Cause.RECYCLED, Leave.ASKED),
+    (Cause.RECYCLED, Leave.MEMORY),
+    (Cause.RECYCLED, Leave.PROCESSES),
+    (Cause.UNBORN, 11),
+    (Cause.PRESSURE, 9),
 ]
 
 
@@ -58,16 +66,18 @@ class Schedules(RuleBasedStateMachine):
         restarts=st.integers(0, 4),
         in_order=st.booleans(),
         streams=st.booleans(),
+        allowed=st.integers(1, 4),
     )
-    def open(self, workers, depth, bad, strikes, restarts, in_order, streams):
+    def open(self, workers, depth, bad, strikes, restarts, in_order, streams, allowed):
         bad = "skip" if streams and bad == "replace" else bad
         policy = Policy(bad_sample=bad, strikes=strikes, restarts=restarts, max_bad=0.5)
-        self.make = lambda: Ledger(workers, depth, policy, in_order=in_order, streams=streams)
+        self.make = lambda: Ledger(workers, depth, policy, in_order=in_order, streams=streams, allowed=allowed)
         self.ledger = self.make()
         self.policy, self.in_order, self.streams = policy, in_order, streams
         self.events, self.actions = [], []
         self.room = workers * depth
         self.lives = {}  # worker -> life
+        self.gone = {}  # worker -> its last life, when it has no other
         self.held = {w: [] for w in range(workers)}  # tasks on their way to, or in, each worker
         self.sends = {}  # task -> last Send
         self.begun = {}  # task -> positions begun by some life
@@ -84,7 +94,7 @@ class Schedules(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Start(worker, life):
-                    assert life > self.lives.get(worker, 0)
+                    assert life > max(self.lives.get(worker, 0), self.gone.get(worker, 0))
                     self.lives[worker] = life
                     self.held[worker] = []
                 case Send(worker, life, task):
@@ -104,7 +114,13 @@ class Schedules(RuleBasedStateMachine):
                     self.end(task, "dropped")
                 case Stop():
                     self.stop = action
-                case Discard() | Note() | Renew():
+                case Retire(worker, life):
+                    assert life == self.lives[worker], "asked one to leave who is not there"
+                case Renew():
+                    self.gone |= self.lives
+                    self.lives.clear()
+                    self.held = {worker: [] for worker in self.held}
+                case Discard() | Note():
                     pass
 
     def end(self, task, how):
@@ -115,6 +131,14 @@ class Schedules(RuleBasedStateMachine):
 
     def busy(self):
         return [w for w, held in self.held.items() if held and w in self.lives]
+
+    @precondition(lambda self: not self.stop)
+    @rule(workers=st.integers(0, 5), paused=st.booleans())
+    def allow(self, workers, paused):
+        """Memory, processes or the trainer's pace allow more or fewer."""
+        self.tell(Allowed(workers, paused))
+        if not self.stop:
+            assert self.ledger.at_work >= 1, "nobody is left to work"
 
     @precondition(lambda self: not self.stop and self.drawn - len(self.ended) < self.room)
     @rule(samples=st.integers(1, 4))
@@ -140,7 +164,7 @@ class Schedules(RuleBasedStateMachine):
         self.held[worker] = []
         self.tell(Exhausted(worker, self.lives[worker], task))
 
-    @precondition(lambda self: not self.stop)
+    @precondition(lambda self: not self.stop and self.lives)
     @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0))
     def die(self, data, death, wait):
         """Anywhere: at boot, idle, in a sample, in collate, while sending."""
@@ -154,15 +178,19 @@ class Schedules(RuleBasedStateMachine):
             place = Place(held[0], position, stage, min(wait, 0.01))
             self.begun.setdefault(held[0], set()).add(position)
         self.held[worker] = []
-        self.tell(Exited(worker, self.lives[worker], self.clock, *death, place))
+        life = self.lives[worker]
+        self.tell(Exited(worker, life, self.clock, *death, place))
+        if self.lives.get(worker) == life:
+            del self.lives[worker]  # no other life follows
+            self.gone[worker] = life
 
-    @precondition(lambda self: not self.stop)
+    @precondition(lambda self: not self.stop and self.lives)
     @rule(data=st.data())
     def boot(self, data):
         worker = data.draw(st.sampled_from(sorted(self.lives)))
         self.tell(Booted(worker, self.lives[worker]))
 
-    @precondition(lambda self: self.drawn > 0)
+    @precondition(lambda self: self.drawn > 0 and self.lives)
     @rule(data=st.data())
     def speak_late(self, data):
         """An earlier life's words arrive after its death."""

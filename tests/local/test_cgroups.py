@@ -24,7 +24,7 @@ def test_cgroup_v2_gives_the_tightest_group_on_the_way_up(tmp_path):
             "sys/fs/cgroup/cgroup.controllers": "cpu memory pids",
             "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
             "sys/fs/cgroup/pod/memory.current": str(7 * GIB),
-            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file 2",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB // 2}\nactive_file {GIB // 2}",
             "sys/fs/cgroup/pod/box/memory.max": "max",
             "sys/fs/cgroup/pod/box/memory.events": "low 0\nhigh 2\nmax 9\noom 1\noom_kill 5",
             "sys/fs/cgroup/pod/box/pids.max": "100",

@@ -6,6 +6,7 @@ processes of this machine; another host may run actors of a cluster.
     open()     once, first
     start()    for each life; the worker may not be up yet when it returns
     send()     after start() of that life; never blocks; a send to a worker that is dying is lost, its Exited follows
+    retire()   asks a worker to leave after its batch; its Exited follows
     wait()     blocks up to `timeout_s`; everything a worker finished comes before its Exited
     renew()    ends all workers without a report; start() of each follows
     discard()  takes back the memory of a result that will not be opened
@@ -29,13 +30,21 @@ class Silence(NamedTuple):
     evidence: object
 
 
+class Room(NamedTuple):
+    """So many workers fit into memory; `paused`: and not even their next batches, for the moment."""
+
+    workers: int
+    paused: bool
+
+
 class Host(Protocol):
     """See the module."""
 
     def open(self) -> None: ...
     def start(self, worker: int, life: int) -> None: ...
     def send(self, worker: int, life: int, task: int, payload: bytes) -> None: ...
-    def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]: ...
+    def retire(self, worker: int, life: int) -> None: ...
+    def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]: ...
     def renew(self) -> None: ...
     def discard(self, result: object) -> None: ...
     def close(self) -> None: ...

@@ -13,6 +13,8 @@ The rules:
     finished batch, or a position in one that was not reached before.
  7. A worker that never comes up ends the run after a few tries.
  8. The same events give the same actions.
+ 9. A worker that left for a fresh one, was never born or was taken away is nobody's fault. Its tasks go to its next
+    life; or, where fewer workers are allowed than there are, to the others.
 """
 
 import signal
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 from holdfast.core import blame
 from holdfast.core.messages import (
     Action,
+    Allowed,
     Booted,
     BootFailed,
     Cause,
@@ -33,11 +36,13 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Leave,
     Lost,
     Note,
     Opened,
     Place,
     Renew,
+    Retire,
     Send,
     Stage,
     Start,
@@ -79,6 +84,8 @@ class Task:
         "reached",
         "result",
         "samples",
+        "spent",
+        "stay",
         "worker",
     )
 
@@ -95,12 +102,14 @@ class Task:
         self.bad: tuple[int, ...] = ()
         self.crashes: dict[int, int] = {}  # position -> lives it ended at face value
         self.hits: dict[int, tuple[int, float]] = {}  # position -> (maybe random deaths, seconds exposed)
+        self.spent = -1  # the furthest position at which a life ran out of something
+        self.stay = -1  # up to here a fresh worker did not help
 
 
 class Worker:
     """One worker, in its present life."""
 
-    __slots__ = ("boot_deaths", "drawn", "id", "life", "open", "ready", "stalls", "tasks")
+    __slots__ = ("away", "boot_deaths", "drawn", "id", "leaving", "life", "open", "ready", "stalls", "tasks", "used")
 
     def __init__(self, id: int, life: int, ready: bool) -> None:
         self.id = id
@@ -111,10 +120,15 @@ class Worker:
         self.tasks: dict[int, Task] = {}  # in the order they were sent
         self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
+        self.used = 0  # tasks that were given to it and are not delivered yet
+        self.leaving = False  # it was asked to go, and to have no next life
+        self.away = False  # it has none
 
 
 class Ledger:
-    """See the module. `depth`: tasks a worker holds at once. `running`: lives that already exist (a later epoch)."""
+    """See the module. `depth`: tasks a worker holds at once. `running`: `lives` of the epoch before, in whose
+    processes this one goes on. `allowed`: how many workers may be at work at first.
+    """
 
     def __init__(
         self,
@@ -127,15 +141,24 @@ class Ledger:
         round_robin: bool = False,
         first_task: int = 0,
         running: Sequence[int] = (),
+        allowed: int | None = None,
     ) -> None:
         self._policy = policy
         self._in_order = in_order
         self._streams = streams
         self._round_robin = round_robin  # batch n goes to worker n % workers, as torch has it
-        self._workers = [Worker(i, running[i] if running else 1, bool(running)) for i in range(workers)]
+        self._workers = [Worker(i, abs(running[i]) if running else 1, bool(running)) for i in range(workers)]
         self._fresh = not running
         self._depth = depth
-        self._capacity = deque(self._workers * depth)  # one entry per task that fits
+        # A stream, or a worker whose number decides what it gives, cannot be played by another.
+        self._fixed = streams or round_robin
+        self._allowed = workers if allowed is None or self._fixed else max(1, min(workers, allowed))
+        for worker in self._workers:
+            worker.away = running[worker.id] < 0 if running else worker.id >= self._allowed
+        self.at_work = 0  # how many workers there are to be for now
+        self._count()
+        self._paused = False
+        self._capacity = deque([w for w in self._workers if not w.away] * depth)  # one entry per task that fits
         self._rotation = 0
         self._backlog: deque[Task] = deque()
         self._tasks: dict[int, Task] = {}
@@ -153,8 +176,8 @@ class Ledger:
 
     @property
     def lives(self) -> list[int]:
-        """The present life of each worker."""
-        return [worker.life for worker in self._workers]
+        """The present life of each worker; below 0, the next one of a worker that is away."""
+        return [-worker.life if worker.away else worker.life for worker in self._workers]
 
     @property
     def open_streams(self) -> bool:
@@ -180,7 +203,9 @@ class Ledger:
                 return self._boot_failed(event)
             case Opened():
                 self._opened_at = event.at
-                return [Start(w.id, w.life) for w in self._workers] if self._fresh else ()
+                return [Start(w.id, w.life) for w in self._workers if not w.away] if self._fresh else ()
+            case Allowed():
+                return self._allow(event)
 
     # The everyday path ---------------------------------------------------------------------------------------------
 
@@ -192,10 +217,30 @@ class Ledger:
             worker = self._workers[self._rotation]
             self._rotation = (self._rotation + 1) % len(self._workers)
             return (self._give(worker, task),)
-        if not self._capacity:
+        if self._paused or self._backlog or not self._capacity:
             self._backlog.append(task)
-            return ()
-        return (self._give(self._capacity.popleft(), task),)
+            return self._spread()
+        worker = self._capacity.popleft()
+        worker.used += 1
+        return (self._give(worker, task),)
+
+    def _spread(self) -> list[Action]:
+        """Hand out what waits, as far as there is room. While paused, one at a time.
+
+        When nobody does anything, one is given to somebody whose places are all taken by batches that wait for their
+        turn: it may be the turn of this one.
+        """
+        actions: list[Action] = []
+        while self._backlog:
+            if any(worker.tasks for worker in self._workers) and (self._paused or not self._capacity):
+                break
+            worker = self._capacity.popleft() if self._capacity else self._least_busy()
+            worker.used += 1
+            actions.append(self._give(worker, self._backlog.popleft()))
+        return actions
+
+    def _least_busy(self) -> Worker:
+        return min((w for w in self._workers if not (w.away or w.leaving)), key=lambda w: len(w.tasks))
 
     def _give(self, worker: Worker, task: Task) -> Send:
         task.worker = worker.id
@@ -208,6 +253,7 @@ class Ledger:
             task.bad,
             task.alone,
             task.number,
+            task.stay,
         )
 
     def _draw_from_stream(self, task: Task) -> Sequence[Action]:
@@ -235,7 +281,9 @@ class Ledger:
         self._seen += task.samples
         if event.bad:
             self._bad += event.bad
-            return [*self._breaker(), *self._deliver()]
+            return self._breaker() or self._deliver()
+        if self._backlog:
+            return [*self._deliver(), *self._spread()]
         return self._deliver()
 
     def _deliver(self) -> list[Action]:
@@ -257,10 +305,11 @@ class Ledger:
         if self._streams or self._round_robin:
             return
         worker = self._workers[task.worker]
-        if self._backlog:
-            actions.append(self._give(worker, self._backlog.popleft()))
-        else:
+        worker.used -= 1
+        if worker.used < self._depth and not (worker.away or worker.leaving):
             self._capacity.append(worker)
+        if self._backlog:
+            actions += self._spread()
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
@@ -289,7 +338,8 @@ class Ledger:
         if self._bad <= self._policy.max_bad * self._seen:
             return []
         self.stopped = True
-        return [Stop("bad", None, self._bad, self._seen)]
+        results = tuple((task.id, task.result) for task in self._tasks.values() if task.done)
+        return [Stop("bad", None, self._bad, self._seen, results)]
 
     # Coming up -----------------------------------------------------------------------------------------------------
 
@@ -310,13 +360,15 @@ class Ledger:
 
     def _exited(self, event: Exited) -> Sequence[Action]:
         worker = self._workers[event.worker]
-        if event.life != worker.life:
+        if event.life != worker.life or worker.away:
             return ()
         if self._streams and not worker.open:
             worker.life += 1  # it had nothing left to do, and needs no other life
             return [Note(event, "nothing: its stream had ended", 0, 0)]
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
         task = worker.tasks[on.task] if on is not None else None
+        if event.cause in (Cause.RECYCLED, Cause.UNBORN, Cause.PRESSURE):
+            return self._left(worker, task, on, event)
         self._count_stall(worker, task, on, event)
         if self._looks_like_inherited_lock(event, on):
             return self._renew(event)
@@ -339,13 +391,39 @@ class Ledger:
         actions = [Note(event, did, strike, needed), *actions]
         if self.stopped:
             return actions
+        if task is not None:
+            task.attempt += 1
+        return [*actions, *self._replace(worker)]
+
+    def _replace(self, worker: Worker) -> list[Action]:
+        """Its next life; or none where fewer workers are allowed: then the others take its tasks."""
         worker.life += 1
         worker.ready = False
         if self._streams and not worker.open:
-            return actions
-        if task is not None:
-            task.attempt += 1
-        return [*actions, *self._restart(worker)]
+            return []
+        if not worker.leaving:
+            return self._restart(worker)
+        if self.at_work < self._allowed:
+            worker.leaving = False
+            self._count()
+            self._capacity.extend([worker] * max(0, self._depth - worker.used))
+            return self._restart(worker)
+        worker.leaving, worker.away = False, True
+        self._count()
+        held = list(worker.tasks.values())
+        worker.tasks.clear()
+        worker.used -= len(held)
+        if self._paused:
+            self._backlog.extendleft(reversed(held))
+            return self._spread()
+        actions: list[Action] = []
+        for task in held:  # the oldest there are: others wait for their turn
+            other = self._least_busy()
+            other.used += 1
+            if other in self._capacity:
+                self._capacity.remove(other)
+            actions.append(self._give(other, task))
+        return actions
 
     def _restart(self, worker: Worker) -> list[Action]:
         held = list(worker.tasks.values())
@@ -451,11 +529,62 @@ class Ledger:
             Renew(),
         ]
         for worker in self._workers:
-            if worker.open:  # a stream that has ended needs no other life
-                worker.life += 1
-                worker.ready = False
-                actions += self._restart(worker)
+            if worker.open and not worker.away:  # a stream that has ended needs no other life
+                actions += self._replace(worker)
         return actions
+
+    # How many workers ----------------------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        self.at_work = sum(not (worker.away or worker.leaving) for worker in self._workers)
+
+    def _allow(self, event: Allowed) -> list[Action]:
+        self._paused = event.paused
+        if self._fixed:
+            return []
+        self._allowed = max(1, event.workers)
+        actions: list[Action] = []
+        present = [worker for worker in self._workers if not (worker.away or worker.leaving)]
+        for worker in present[self._allowed :]:
+            self._let_go(worker)
+            actions.append(Retire(worker.id, worker.life))
+        absent = [worker for worker in self._workers if worker.away]
+        for worker in absent[: max(0, self._allowed - len(present))]:
+            worker.away, worker.ready = False, False
+            self._capacity.extend([worker] * max(0, self._depth - worker.used))
+            actions.append(Start(worker.id, worker.life))
+        self._count()
+        return [*actions, *self._spread()]
+
+    def _let_go(self, worker: Worker) -> None:
+        """It gets no more tasks and no next life."""
+        worker.leaving = True
+        self._count()
+        self._capacity = deque(place for place in self._capacity if place is not worker)
+
+    def _left(self, worker: Worker, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
+        """It left for a fresh one, could not be made, or had to go for the others: nobody is to blame."""
+        if task is not None and on is not None:
+            task.attempt += 1
+            position = on.position if on.stage is Stage.FETCH else task.samples
+            if position <= task.spent:
+                task.stay = position  # a fresh worker came no further
+            task.spent = max(task.spent, position)
+        refused = event.cause is not Cause.RECYCLED or event.code == Leave.PROCESSES
+        if refused and not self._fixed and self.at_work > 1 and not worker.leaving:
+            self._allowed = self.at_work - 1
+            self._let_go(worker)
+        elif event.cause is Cause.UNBORN and not worker.leaving:
+            worker.boot_deaths += 1
+            if self._out_of_patience(worker):
+                self.stopped = True
+                return [Note(event, "gave up", 0, 0), Stop("restarts", event, self._bad, self._seen)]
+        asked = worker.leaving and event.cause is Cause.RECYCLED and event.code == Leave.ASKED
+        actions = self._replace(worker)
+        if asked:
+            return actions  # as we wished: no incident
+        did = f"went on with {self.at_work} workers" if worker.away else "started a fresh worker in its place"
+        return [Note(event, did, 0, 0), *actions]
 
 
 def _maybe_chance(event: Exited) -> bool:

@@ -33,6 +33,18 @@ class Cause(IntEnum):
     DEADLINE = 2  # we killed it: past sample_timeout
     MEMORY = 3  # we killed it: past worker_memory
     KEEPER = 4  # its keeper died or was replaced; nobody's fault
+    RECYCLED = 5  # it left for a fresh one: `code` is the `Leave`; nobody's fault
+    UNBORN = 6  # the system refused a process; `code` is the errno
+    PRESSURE = 7  # we killed it: the memory of all was almost used up; nobody's fault
+
+
+class Leave(IntEnum):
+    """Why a worker makes room for a fresh one. In the middle of a batch only after it was refused something."""
+
+    ASKED = 1  # fewer workers are wanted
+    MEMORY = 2  # it has grown to its mark, or an allocation was refused
+    DESCRIPTORS = 3
+    PROCESSES = 4  # a thread or a process was refused to it
 
 
 class Place(NamedTuple):
@@ -105,7 +117,14 @@ class Exited(NamedTuple):
     evidence: object = None
 
 
-Event = Opened | Drawn | Booted | BootFailed | Finished | Exhausted | Exited
+class Allowed(NamedTuple):
+    """So many workers may be at work now. `paused`: and no task may be handed out while another is being done."""
+
+    workers: int
+    paused: bool
+
+
+Event = Opened | Drawn | Booted | BootFailed | Finished | Exhausted | Exited | Allowed
 
 # Actions -----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +140,8 @@ class Send(NamedTuple):
     """Hand a task to a worker.
 
     `bad`: positions known to kill; leave them out or replace them. `alone`: load the samples one by one.
-    `number`: the how-maniest batch of this worker's stream it is (iterable datasets).
+    `number`: the how-maniest batch of this worker's stream it is (iterable datasets). `stay`: up to this position
+    it must not leave for a fresh worker any more: that was tried.
     """
 
     worker: int
@@ -131,6 +151,14 @@ class Send(NamedTuple):
     bad: tuple[int, ...]
     alone: bool
     number: int
+    stay: int
+
+
+class Retire(NamedTuple):
+    """Ask this worker to leave after the batch it is on. Its Exited follows."""
+
+    worker: int
+    life: int
 
 
 class Deliver(NamedTuple):
@@ -166,15 +194,18 @@ class Note(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Going on would not help. `why`: "boot", "restarts" or "bad"."""
+    """Going on would not help. `why`: "boot", "restarts" or "bad". `results`: of tasks whose turn had not come; they
+    know more about what was bad.
+    """
 
     why: str
     event: BootFailed | Exited | None
     bad: int
     seen: int
+    results: tuple[tuple[int, object], ...] = ()
 
 
-Action = Start | Send | Deliver | Drop | Discard | Renew | Note | Stop
+Action = Start | Send | Retire | Deliver | Drop | Discard | Renew | Note | Stop
 
 
 class Lost(NamedTuple):

@@ -9,16 +9,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
-from holdfast.core.host import Host, Silence
+from holdfast.core.crew import Crew
+from holdfast.core.host import Host, Room, Silence
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import (
     Deliver,
     Discard,
     Drop,
     Event,
+    Exited,
     Note,
     Opened,
     Renew,
+    Retire,
     Send,
     Start,
     Stop,
@@ -29,8 +32,10 @@ from holdfast.core.story import Story
 class Supervisor:
     """`payload(send)` gives the bytes of a task for this sending of it."""
 
-    def __init__(self, ledger: Ledger, host: Host, payload: Callable[[Send], bytes]) -> None:
+    def __init__(self, ledger: Ledger, host: Host, payload: Callable[[Send], bytes], crew: Crew) -> None:
         self._ledger = ledger
+        self._crew = crew
+        self._allowed = crew.allowed
         self._host = host
         self._payload = payload
         self.story = Story()
@@ -53,10 +58,24 @@ class Supervisor:
         """Wait for something to happen, at most `timeout_s`, and act on it."""
         happened = self._host.wait(timeout_s)
         for event in happened:
-            if isinstance(event, Silence):
-                self.notes.append(event)
-            else:
-                self.tell(event)
+            match event:
+                case Silence():
+                    self.notes.append(event)
+                case Room():
+                    self._crew.room(*event)
+                    self.muster()
+                case _:
+                    self.tell(event)
+                    if isinstance(event, Exited) and self._ledger.at_work < self._allowed.workers:
+                        self._crew.refused(self._ledger.at_work, event.at)  # it went on with fewer
+                        self.muster()
+
+    def muster(self) -> None:
+        """The crew may have changed its mind."""
+        allowed = self._crew.allowed
+        if allowed != self._allowed and self.stop is None:
+            self._allowed = allowed
+            self.tell(allowed)
 
     def tell(self, event: Event) -> None:
         """One event, and all it leads to."""
@@ -69,6 +88,8 @@ class Supervisor:
                 case Deliver():
                     self.resolved += 1
                     self.ready.append(action)
+                case Retire():
+                    self._host.retire(action.worker, action.life)
                 case Start():
                     self._host.start(action.worker, action.life)
                 case Drop():

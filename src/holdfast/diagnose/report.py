@@ -113,6 +113,10 @@ def _traceback(case: Case) -> str:
 def _headline(case: Case, finding: Finding) -> str:
     who = f"worker {case.worker}" if case.worker >= 0 else "the keeper"
     match case.what:
+        case "room":
+            return f"memory is short: {case.code} worker{'s' if case.code != 1 else ''} at work for now"
+        case "copied":
+            return f"{who} has copied {case.code} MiB of what it shared with the trainer"
         case "exited":
             end = _end(case)
         case "silent":
@@ -131,8 +135,6 @@ def _headline(case: Case, finding: Finding) -> str:
 def _end(case: Case) -> str:
     match case.cause:
         case Cause.EXIT:
-            if case.evidence is not None and case.evidence.fork_errno:
-                return "could not be started"
             return f"exited with code {case.code}"
         case Cause.DEADLINE:
             return f"was killed for hanging {case.seconds:.1f} s"
@@ -140,6 +142,12 @@ def _end(case: Case) -> str:
             return "was killed for its memory limit"
         case Cause.KEEPER:
             return "went with its keeper"
+        case Cause.UNBORN:
+            return "could not be started"
+        case Cause.RECYCLED:
+            return "made room for a fresh one"
+        case Cause.PRESSURE:
+            return "was ended because memory ran short"
         case _:
             return f"was killed by {signal_name(case.code)}"
 
@@ -173,6 +181,9 @@ class Record:
     counts: Counter[str] = field(default_factory=Counter)
     waited_s: float = 0.0
     ran_s: float = 0.0
+    need: int = 0
+    """Bytes that a worker needed at its peak, and workers that were best: the next epoch begins with them."""
+    wish: int = 0
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 

@@ -10,6 +10,7 @@ from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.runfolder import RunFolder
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import WorkerIterator
+from holdfast.local.cgroups import usable_cpus
 from holdfast.policy import Policy
 
 T_co = TypeVar("T_co", covariant=True)
@@ -55,7 +56,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             from dataclasses import replace
 
             policy = replace(policy, auto_workers=True)
-            num_workers = available_cpus()
+            num_workers = usable_cpus()
         elif isinstance(num_workers, str):
             raise ValueError(f"num_workers must be a number or 'auto', not {num_workers!r}")
         if policy.bad_sample == "replace" and isinstance(dataset, torch.utils.data.IterableDataset):
@@ -106,14 +107,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "waited_s": round(self._record.waited_s, 3),
             "ran_s": round(self._record.ran_s, 3),
             "workers": self.num_workers,
-            "cpus": available_cpus(),
+            "cpus": usable_cpus(),
         }
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
         return Report(self._record, self.stats())
-
-
-def available_cpus() -> int:
-    """CPUs this process may run on."""
-    return max(1, len(os.sched_getaffinity(0)))

@@ -14,8 +14,11 @@ from holdfast.core.messages import Stage
 from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
 from holdfast.loader.shapes import differing
+from holdfast.local.evidence import facts_of
+from holdfast.local.limits import refused
 from holdfast.local.pulse import FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import Raised, capture
+from holdfast.local.worker import Spent
 from holdfast.policy import Policy
 
 # Samples that take less than this are not timed one by one.
@@ -76,19 +79,22 @@ class Failed(Exception):
 class Draw:
     """What one task asks for.
 
-    `positions`: where in the batch each index stands, if some were left out before. `journal`: of a batch that has
-    ended a life before; `done`: its first samples, which an earlier life has loaded.
+    `stay`: up to this position a fresh worker was of no help. `positions`: where in the batch each index stands, if
+    some were left out before. `journal`: of a batch that has ended a life before; `done`: its first samples, which an
+    earlier life has loaded.
     """
 
-    __slots__ = ("alone", "done", "indices", "journal", "positions", "spares")
+    __slots__ = ("alone", "done", "indices", "journal", "positions", "spares", "stay")
 
     def __init__(
         self,
+        stay: int,
         indices: Any,
         positions: Sequence[int] | None = None,
         alone: bool = False,
         spares: Sequence[object] = (),
     ) -> None:
+        self.stay = stay
         self.journal: Journal | None = None
         self.done: list[Any] = []
         self.indices = indices
@@ -110,7 +116,12 @@ class MapFetcher:
         words: Any = None,
         catch: type[BaseException] = Exception,
         reseed: bool = False,
+        may_leave: bool = False,
+        growth_bytes: int | None = None,
     ) -> None:
+        """`may_leave`: for a fresh worker, where this one has used something up; raises `Spent`. `growth_bytes`: what
+        it may allocate.
+        """
         self.dataset = dataset
         self._collate = collate_fn
         self._auto_collation = auto_collation
@@ -118,6 +129,10 @@ class MapFetcher:
         self._words = [0] * FIELDS if words is None else words
         self._catch = catch
         self._reseed = reseed
+        self._may_leave = may_leave
+        self._growth = growth_bytes
+        self._loaded = 0  # batches of this life
+        self._down = False  # the last sample that failed had been tried as often as allowed
         self._slow = True
         self._all_or_none = policy.bad_sample == "raise"  # then what was loaded before an exception is not needed
         many = getattr(dataset, "__getitems__", None)
@@ -128,12 +143,17 @@ class MapFetcher:
         troubles: list[Trouble] = []
         if not self._auto_collation:
             self._words[STAGE] = Stage.FETCH
-            return self._one(0, draw.indices, draw.spares, troubles), troubles
+            sample = self._one(0, draw.indices, draw, troubles)
+            self._loaded += 1
+            return sample, troubles
         if self._many is not None and not draw.alone:
             samples = self._all_at_once(draw, seed)
             if samples is not None:
+                self._loaded += 1
                 return samples, troubles
-        return self._one_by_one(draw, troubles), troubles
+        samples = self._one_by_one(draw, troubles)
+        self._loaded += 1
+        return samples, troubles
 
     def _one_by_one(self, draw: Draw, troubles: list[Trouble]) -> list[Any]:
         """The hot loop. The pulse says which sample is being loaded: a plain store each, and one more for the time.
@@ -154,7 +174,7 @@ class MapFetcher:
             try:
                 if self._policy.retries or draw.journal is not None:
                     for position, index in pairs:
-                        sample = self._one(position, index, draw.spares, troubles)
+                        sample = self._one(position, index, draw, troubles)
                         if sample is not _LEFT_OUT:
                             append(sample)
                         if draw.journal is not None:
@@ -170,9 +190,10 @@ class MapFetcher:
                     for words[POSITION], index in pairs:
                         append(dataset[index])
                 break
-            except Failed:
+            except (Failed, Spent):
                 raise
             except self._catch as error:
+                self._leave_if_spent(error, words[POSITION], draw)
                 index = indices[positions.index(words[POSITION])]
                 sample = self._bad(error, words[POSITION], index, 1, 0.0, draw.spares, troubles)
                 if sample is not _LEFT_OUT:
@@ -191,6 +212,7 @@ class MapFetcher:
         try:
             samples: list[Any] = self._many(draw.indices)
         except self._catch as error:
+            self._leave_if_spent(error, len(draw.indices), draw)
             if not _has_getitem(self.dataset):
                 raise Failed(error, -1, None, Stage.FETCH_MANY, 1) from error
             seed()
@@ -198,8 +220,25 @@ class MapFetcher:
         words[SAMPLES] += len(draw.indices)
         return samples
 
-    def _one(self, position: int, index: Any, spares: Sequence[object], troubles: list[Trouble]) -> Any:
-        """One sample, with retries."""
+    def _leave_if_spent(self, error: BaseException, position: int, draw: Draw) -> None:
+        """A worker that has loaded something before may have used up what this sample lacks: a fresh one has it."""
+        first = len(draw.done) if draw.positions is None else (*draw.positions, -1)[len(draw.done)]
+        if self._loaded or position != first:
+            self._leave(error, position, draw)
+
+    def leave_if_spent(self, failed: Failed, draw: Draw) -> None:
+        """The same for a collate: it stands behind the last sample."""
+        if self._loaded > 1:  # this batch is one
+            self._leave(failed.error, len(draw.indices), draw)
+
+    def _leave(self, error: BaseException, position: int, draw: Draw) -> None:
+        if self._may_leave and position > draw.stay:
+            why = refused(error, self._growth)
+            if why is not None:
+                raise Spent(why, (f"{type(error).__name__}: {error}"[:300], *facts_of(error)))
+
+    def _one(self, position: int, index: Any, draw: Draw, troubles: list[Trouble]) -> Any:
+        """One sample, with retries. While a store is down, the first sample alone waits for it as long as it may."""
         policy, words = self._policy, self._words
         state = seeds.save() if policy.retries and self._reseed else None
         first: BaseException | None = None
@@ -211,15 +250,18 @@ class MapFetcher:
                 sample = self.dataset[index]
             except self._catch as error:
                 first = error
-                retry = attempt <= policy.retries and isinstance(error, policy.retry_on)
-                if not retry:
+                self._leave_if_spent(error, position, draw)
+                worth = isinstance(error, policy.retry_on)
+                if not worth or self._down or attempt > policy.retries:
+                    self._down = worth
                     spent = time.monotonic() - began
-                    return self._bad(error, position, index, attempt, spent, spares, troubles)
+                    return self._bad(error, position, index, attempt, spent, draw.spares, troubles)
                 words[RETRIES] += 1
                 self._pause(attempt)
                 if state is not None:
                     seeds.restore(state)
             else:
+                self._down = False
                 if first is not None:
                     spent = time.monotonic() - began
                     troubles.append(Trouble(position, index, attempt, spent, capture(first), "retried"))
@@ -228,8 +270,10 @@ class MapFetcher:
 
     def _pause(self, attempt: int) -> None:
         """Exponential, with jitter of its own generator: the user's random numbers stay as they are."""
-        delay = self._policy.retry_delay * 2 ** (attempt - 1)
-        time.sleep(delay * random.SystemRandom().uniform(0.5, 1.0))
+        delay = min(self._policy.retry_delay_max, self._policy.retry_delay * 2 ** (attempt - 1))
+        self._words[STAGE] = Stage.IDLE  # no deadline runs meanwhile
+        time.sleep(delay * random.SystemRandom().uniform(0.75, 1.25))
+        self._words[STAGE] = Stage.FETCH
 
     def _bad(
         self,

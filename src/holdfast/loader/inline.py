@@ -28,7 +28,9 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         super().__init__(loader)
         self._policy = policy
         self._record = record
-        self._teller = Teller(record, policy, "none", lambda task, position: (None, None), lambda worker: os.getpid())
+        self._teller = Teller(
+            record, policy, None, "none", lambda task, position: (None, None), lambda worker: os.getpid()
+        )
         self._batch = -1
         self._seen = 0
         self._bad = 0
@@ -64,7 +66,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         if self._policy.bad_sample == "replace":
             self._given += asked if self._auto_collation else (asked,)
             spares = random.Random(seeds.mix(int(self._base_seed), -5 - self._batch)).choices(self._given, k=8)
-        samples, troubles = self._map.load(Draw(asked, spares=spares), lambda: None)
+        samples, troubles = self._map.load(Draw(-1, asked, spares=spares), lambda: None)
         self._account(len(asked) if self._auto_collation else 1, troubles)
         if self._map.left_out(samples):
             return None

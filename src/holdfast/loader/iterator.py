@@ -20,6 +20,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
+from holdfast.core.crew import Crew
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Drawn, Lost, Send
 from holdfast.core.supervisor import Supervisor
@@ -29,14 +30,22 @@ from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.tell import Teller
+from holdfast.local.cgroups import usable_cpus
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
+from holdfast.local.room import growth_bytes
 from holdfast.policy import Policy
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
 MOST_PER_WORKER = 1000
 # Indices a worker may try in the place of a bad one.
 SPARES = 8
+# With "auto": no more workers than this for each processor, and in all. Samples that wait for a disk or a network all
+# the time may want even more; they cost memory, and somebody else's patience.
+MOST_PER_CPU = 8
+MOST_WORKERS = 64
+# How often it is thought over how many workers there should be.
+LOOK_S = 0.25
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -48,9 +57,17 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._record = record
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._in_order = loader.in_order
-        self._prefetch = loader.prefetch_factor * self._num_workers
+        self._factor = loader.prefetch_factor
         self._depth = min(loader.prefetch_factor, MOST_PER_WORKER)
         self._by_turns = loader.worker_init_fn is not None
+        self._adapt = policy.auto_workers and not (self._iterable or self._by_turns)
+        if self._adapt:
+            start = self._num_workers
+            self._num_workers = max(start, min(MOST_WORKERS, MOST_PER_CPU * usable_cpus()))
+            self._start = record.wish or start
+        else:
+            self._start = self._num_workers
+        self._growth = growth_bytes(policy.worker_bytes, self._start)
         context = loader.multiprocessing_context
         self._method: str = (context if context is not None else get_context()).get_start_method()
         self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -59,7 +76,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
-        self._teller = Teller(record, policy, self._method, _name_of(self), self._host.pid_of)
+        self._teller = Teller(record, policy, self._growth, self._method, _name_of(self), self._host.pid_of)
         self._host.open()
         self._reset(loader, first_iter=True)
 
@@ -78,14 +95,16 @@ class WorkerIterator(_BaseDataLoaderIter):
             base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             policy=self._policy,
+            growth_bytes=self._growth,
         )
         return LocalHost(
             self._num_workers,
-            self._prefetch,
+            self._factor * self._num_workers,
             LoaderJob(recipe),
             fork=self._method == "fork",
             sample_timeout=self._policy.sample_timeout,
-            growth_bytes=self._policy.worker_bytes,
+            growth_bytes=self._growth,
+            need=self._record.need,
         )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -108,6 +127,10 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._last_words: BaseException | None = None
         self._teller.first_task = self._first_task
         running = [] if first_iter else self._ledger.lives
+        if first_iter:
+            self._crew = Crew(self._num_workers, self._start, self._adapt)
+            self._crew.room(*self._host.room)
+        self._look_at = self._began + LOOK_S
         self._ledger: Ledger = Ledger(
             self._num_workers,
             self._depth,
@@ -118,8 +141,9 @@ class WorkerIterator(_BaseDataLoaderIter):
             round_robin=self._by_turns,
             first_task=self._next_task,
             running=running,
+            allowed=self._crew.allowed.workers,
         )
-        self._supervisor = Supervisor(self._ledger, self._host, self._weak_payload())
+        self._supervisor = Supervisor(self._ledger, self._host, self._weak_payload(), self._crew)
         self._ready = self._supervisor.ready
         if not first_iter:
             self._host.abandon_below(self._next_task)
@@ -175,12 +199,26 @@ class WorkerIterator(_BaseDataLoaderIter):
             supervisor.step(left)
             if not ready:
                 self._draw()
-        self._record.waited_s += time.monotonic() - began
+                if time.monotonic() >= self._look_at:
+                    self._look(time.monotonic() - began)
+        waited = time.monotonic() - began
+        self._record.waited_s += waited
+        if began + waited >= self._look_at:
+            self._look(0.0)
+
+    def _look(self, waiting_s: float) -> None:
+        """Are there as many workers as there should be?"""
+        now, record = time.monotonic(), self._record
+        self._look_at = now + LOOK_S
+        self._crew.look(now, record.counts["batches"], record.waited_s + waiting_s)
+        self._supervisor.muster()
+        if not self._drained:
+            self._draw()
 
     def _draw(self) -> None:
         """Take from the sampler what there is room for: never further ahead than torch does."""
-        supervisor = self._supervisor
-        while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < self._prefetch:
+        supervisor, most = self._supervisor, self._factor * self._ledger.at_work
+        while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < most:
             if self._drained:
                 return
             if self._iterable and not self._ledger.open_streams:
@@ -213,7 +251,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         positions = None
         if send.bad:
             asked, positions = self._without(asked, send.bad, spares)
-        return pickle.dumps((self._seed, number, send.attempt, asked, positions, send.alone, spares), 5)
+        return pickle.dumps((self._seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
 
     def _weak_payload(self) -> Callable[[Send], bytes]:
         """Without a cycle: when the user drops this iterator, it and its processes end at once."""
@@ -315,6 +353,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         assert stop is not None
         if not self._over:
             self._over = True
+            self._hear_all([*self._ready, *stop.results])
             self._last_words = (
                 self._teller.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
                 if isinstance(stop.event, BootFailed)
@@ -324,9 +363,21 @@ class WorkerIterator(_BaseDataLoaderIter):
         assert self._last_words is not None
         raise self._last_words
 
+    def _hear_all(self, results: list[tuple[int, object]]) -> None:
+        """What the batches that nobody will get could tell of bad samples."""
+        for task, result in results:
+            if isinstance(result, Parcel) and not result.failed:
+                asked = self._asked[task]
+                self._at_hand = (task, asked)
+                notes, _ = self._host.take_out(result)
+                if notes is not None:
+                    self._take_notes(notes, asked, task - self._first_task, result.worker)
+        self._ready.clear()
+
     # The end -------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
+        self._record.need, self._record.wish = self._host.need, self._crew.wish if self._adapt else 0
         self._record.ran_s += time.monotonic() - self._began
         if not self._persistent_workers:
             self._shutdown_workers()

@@ -45,6 +45,7 @@ class Recipe:
     base_seed: int
     shared_seed: int | None
     policy: Policy
+    growth_bytes: int | None
 
 
 class SlotStack:
@@ -146,6 +147,8 @@ class LoaderJob:
                 words=pulse.words,
                 catch=BaseException,
                 reseed=True,
+                may_leave=True,
+                growth_bytes=recipe.growth_bytes,
             )
 
     def _seed_datapipe(self, shared_seed: int | None) -> None:
@@ -187,6 +190,9 @@ class LoaderJob:
         self._stack.space = space if self._default_collate else None
         try:
             batch = fetcher.collate(samples, indices)
+        except Failed as failed:
+            fetcher.leave_if_spent(failed, draw)
+            raise
         finally:
             self._stack.space = None
         bad = sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0

@@ -31,6 +31,7 @@ class Teller:
         self,
         record: Record,
         policy: Policy,
+        growth_bytes: int | None,
         start_method: str,
         sample_of: Callable[[int, int], tuple[object, Again | None]],
         pid_of: Callable[[int], int | None],
@@ -43,7 +44,7 @@ class Teller:
             what="exited",
             worker=0,
             sample_timeout=policy.sample_timeout,
-            worker_memory=policy.worker_bytes,
+            worker_memory=growth_bytes,
             start_method=start_method,
         )
         self.first_task = 0  # of this epoch: batches are numbered from it
@@ -61,10 +62,20 @@ class Teller:
         """Something happened to a worker; the ledger has dealt with it."""
         if isinstance(note, Note):
             self._record.counts["restarts"] += 1
-            self.tell(self._death(note))
+            case = self._death(note)
+            if note.event.cause is Cause.RECYCLED and self._told_before(case):
+                return
+            self.tell(case)
         else:
             facts = {"worker": note.worker, "life": note.life, "what": note.what, "code": note.code}
             self.tell(self._at(note.on, note.evidence, **facts))
+
+    def _told_before(self, case: Case) -> bool:
+        """A leak comes again and again: it is told once, and counted."""
+        name = f"incident:{incident_of(case).finding}"
+        self._record.counts["recycled"] += 1
+        self._record.counts[name] += bool(self._record.counts[name])
+        return self._record.counts[name] > 0
 
     def _death(self, note: Note) -> Case:
         event = note.event
@@ -179,5 +190,7 @@ class Teller:
         shared = Counter(b.error for b in self._record.bad_samples).most_common(3)
         lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
         lines += [f"    seen   {count} x {error}" for error, count in shared]
+        others = len({b.error for b in self._record.bad_samples}) - len(shared)
+        lines += [f"    seen   and {others} other errors"] if others > 0 else []
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
         return TooManyBad("\n".join(lines), bad, seen)

@@ -94,7 +94,7 @@ def measure(index: Any, sample: Any, seconds: float, count: int) -> Sample:
         shape=shape,
         digest=digest,
         pid=pid,
-        resident=linux.resident_bytes(pid),
+        resident=linux.memory_of(pid)[0],
         peak=status.get("VmHWM", 0),
         private=_private() if count % _PRIVATE_EVERY == 1 else 0,
         descriptors=len(os.listdir("/proc/self/fd")) - 1,  # less the one that lists them

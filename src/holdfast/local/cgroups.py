@@ -4,7 +4,9 @@ Of nested groups the tightest counts. In a container the path may be the host's 
 is what applies. Everything is read below `root`, so that a test can lay out a machine as a tree of files.
 """
 
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,71 @@ class Group:
 
 def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group:
     """A controller of version 1 is asked first."""
+    levels = _levels(pid, root)
+    version, groups = levels("memory")
+    limit, used = _memory(version, groups)
+    pids_max, pids_now = _pids(levels("pids")[1])
+    return Group(
+        version=version,
+        memory_limit=limit,
+        memory_used=used,
+        oom_kills=_oom_kills(version, groups),
+        pids_max=pids_max,
+        pids_now=pids_now,
+        cpus=_cpus(levels("cpu")[1]),
+    )
+
+
+def usable_cpus() -> int:
+    """Processors that this process may use: by its affinity, and by the quota of its groups."""
+    here = len(os.sched_getaffinity(0))
+    quota = group_of().cpus
+    return max(1, here if quota is None else min(here, math.ceil(quota)))
+
+
+class MemoryFiles:
+    """Limit and use of the memory that this process lives in: its groups', or the machine's.
+
+    For who asks ten times a second: what does not change is read once.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        version, groups = _levels("self", root)("memory")
+        limit_name, used_name, self._cached = _NAMES[version]
+        limits = [(_number(_text(group / limit_name)), group) for group in groups]
+        self._groups = [
+            (limit, group / used_name, group / "memory.stat")
+            for limit, group in limits
+            if limit is not None and limit < _V1_UNLIMITED
+        ]
+        self._machine = root / "proc/meminfo"
+
+    def read(self, near: float) -> tuple[int, int]:
+        """(limit, used) of whichever has least left. Below the share `near`, what the kernel would give back counts
+        as used: to know it takes longer.
+        """
+        lines = _text(self._machine).split("\n", 3)  # MemTotal, MemFree, MemAvailable
+        total, _, free = (int(line.split()[1]) << 10 for line in lines[:3])
+        tightest = (total, total - free)
+        for limit, used_file, stat in self._groups:
+            used = _number(_text(used_file)) or 0
+            if used >= near * limit:
+                used = max(0, used - sum(_field(stat, name) or 0 for name in self._cached))
+            if limit - used < tightest[0] - tightest[1]:
+                tightest = (limit, used)
+        return tightest
+
+
+# What they are called in each version: limit, use, and file pages that the kernel gives back when they are needed.
+_NAMES = {
+    0: ("", "", ("",)),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+}
+
+
+def _levels(pid: int | str, root: Path) -> Callable[[str], tuple[int, list[Path]]]:
+    """For a controller: its version, and the process's group and those around it."""
     base = root / "sys/fs/cgroup"
     old: dict[str, tuple[str, str]] = {}  # controller -> (all that are mounted with it, path)
     unified: str | None = None
@@ -52,18 +119,7 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group:
                 return 2, list(_upwards(mount, unified))
         return 0, []
 
-    version, groups = levels("memory")
-    limit, used = _memory(version, groups)
-    pids_max, pids_now = _pids(levels("pids")[1])
-    return Group(
-        version=version,
-        memory_limit=limit,
-        memory_used=used,
-        oom_kills=_oom_kills(version, groups),
-        pids_max=pids_max,
-        pids_now=pids_now,
-        cpus=_cpus(levels("cpu")[1]),
-    )
+    return levels
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
@@ -78,16 +134,14 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
 
 def _memory(version: int, groups: list[Path]) -> tuple[int | None, int]:
     """Limit and use of the group with the least left."""
-    names = ("memory.max", "memory.current", "inactive_file")
-    if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit_name, used_name, cached_names = _NAMES[version]
     tightest: tuple[int | None, int] = (None, 0)
     for group in groups:
-        limit = _number(_text(group / names[0]))
+        limit = _number(_text(group / limit_name))
         if limit is None or limit >= _V1_UNLIMITED:
             continue
-        cached = _field(group / "memory.stat", names[2]) or 0
-        used = max(0, (_number(_text(group / names[1])) or 0) - cached)
+        cached = sum(_field(group / "memory.stat", name) or 0 for name in cached_names)
+        used = max(0, (_number(_text(group / used_name)) or 0) - cached)
         if tightest[0] is None or limit - used < tightest[0] - tightest[1]:
             tightest = (limit, used)
     return tightest

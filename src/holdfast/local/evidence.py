@@ -15,6 +15,9 @@ from holdfast.local.oom import Oom
 from holdfast.local.sender import Sender
 
 _FULL = 1 << 20
+# Said of a thread that could not be started under our own limit on memory.
+NO_STACK = "no room for the stack of a thread"
+_STACK = 16 << 20
 # Whose world this process lives in, by what they leave in the environment.
 _WORLDS = {
     "Slurm": ("SLURM_JOB_ID",),
@@ -78,6 +81,14 @@ class Evidence:
     fork_errno: int = 0
     """Set when the process could not even be made."""
     limits: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    """What a worker that makes room for a fresh one was over, in words."""
+    grown_bytes: int = 0
+    """Private memory beyond what it had when it was ready; at the end, or when it was asked to leave."""
+    tasks: int = 0
+    """Batches that this life has done, and samples in them."""
+    samples: int = 0
+    descriptors: int = 0
 
 
 def view_of(pid: int, busy: float = 0.0) -> View:
@@ -131,7 +142,10 @@ def facts_of(error: BaseException) -> tuple[str, ...]:
     if number == errno.ENOSPC:
         return _full(error)
     if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
-        return (f"{procfs.threads()} threads in this process", *process_limits())
+        limit, used = resource.getrlimit(resource.RLIMIT_DATA)[0], linux.data_bytes()
+        ours = limit != resource.RLIM_INFINITY and limit - used < _STACK
+        full = f"RLIMIT_DATA {limit >> 20} MiB, used {used >> 20} MiB: {NO_STACK}"
+        return (*((full,) if ours else ()), f"{procfs.threads()} threads in this process", *process_limits())
     if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error)[:200]:
         return _memory()
     if number is not None and isinstance(error.filename, str):  # type: ignore[attr-defined]

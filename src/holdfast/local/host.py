@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, assert_never
 
-from holdfast.core.host import Silence
+from holdfast.core.host import Room, Silence
 from holdfast.core.messages import (
     Booted,
     BootFailed,
@@ -24,6 +24,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Leave,
     Place,
     Stage,
 )
@@ -32,7 +33,8 @@ from holdfast.local import birth, forks, linux, procfs
 from holdfast.local.evidence import Evidence
 from holdfast.local.keeper import Orders
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, exit_code, sparse_file
-from holdfast.local.pulse import FLOOR, JOURNAL_BYTES, JOURNALLED, PAGE, SLOT, Pulse
+from holdfast.local.pulse import ASKED, FLOOR, JOURNAL_BYTES, JOURNALLED, PAGE, SLOT, Pulse
+from holdfast.local.room import RoomWatch
 from holdfast.local.wire import (
     MAGIC,
     RECORD,
@@ -44,6 +46,7 @@ from holdfast.local.wire import (
     LifeQuiet,
     LifeStarted,
     Message,
+    RoomLeft,
     StartLife,
     StopAll,
     decode,
@@ -76,16 +79,21 @@ class LocalHost:
         fork: bool,
         sample_timeout: float | None,
         growth_bytes: int | None,
+        need: int = 0,
     ) -> None:
-        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter."""
+        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
+        bytes that a worker needed in an earlier epoch.
+        """
         self._job = job
         self._fork = fork
         self._busy = busy
         self._settings = (sample_timeout, growth_bytes)
+        self.need = need
+        self.room = RoomWatch(workers, need).said  # how many workers fit into memory, as far as is known
         self._owner = os.getpid()
         self._lifelines: list[Lifeline | None] = [None] * workers
         self._retired: list[Slots] = []
-        self._events: list[Event | Silence] = []
+        self._events: list[Event | Silence | Room] = []
         self._quick = False  # the last wait was short
         self._files: dict[tuple[int, ...], int] = {}
         self._journals: dict[int, tuple[bytes, int]] = {}  # task -> what its last life had done of it
@@ -128,6 +136,8 @@ class LocalHost:
             os.getpid(),
             procfs.threads(),
             *self._settings,
+            self.need,
+            self.room.workers,
         )
         self._keeper_up = False
         with theirs:
@@ -197,7 +207,7 @@ class LocalHost:
         self._parcels.close()
         self._control.close()
         for line in self._lifelines:
-            if line is not None:
+            if line is not None and not line.closed:
                 os.close(line.tasks)
 
     def renew(self) -> None:
@@ -250,16 +260,24 @@ class LocalHost:
             for mine in (tasks_r, fd, crash):
                 os.close(mine)
 
+    def retire(self, worker: int, life: int) -> None:
+        line = self._lifelines[worker]
+        if line is not None and line.life == life and not line.closed:
+            self.pulses[worker].words[ASKED] = Leave.ASKED
+            os.close(line.tasks)  # an idle one waits there
+            line.closed = True
+
     def _end_lifeline(self, worker: int) -> None:
         line = self._lifelines[worker]
         if line is not None:
-            os.close(line.tasks)
+            if not line.closed:
+                os.close(line.tasks)
             line.slots.retire()
             self._lifelines[worker] = None
 
     def send(self, worker: int, life: int, task: int, payload: bytes) -> None:
         line = self._lifelines[worker]
-        if line is None or line.life != life:
+        if line is None or line.life != life or line.closed:
             return
         slots = line.slots
         box = slots.take_box()
@@ -290,7 +308,7 @@ class LocalHost:
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
-    def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]:
+    def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         self._thread = threading.get_ident()
         # The keeper is listened to each time, also while other workers keep us busy.
         for fd, _ in self._poll.poll(0):
@@ -468,8 +486,17 @@ class LocalHost:
                 self._take_journal(worker, life, on)
                 self.workers[worker].exitcode = exit_code(message)
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
+                line = self._lifelines[worker]
+                if line is not None and line.closed:
+                    self._end_lifeline(worker)  # perhaps no other life follows
             case LifeQuiet(worker, life, what, code, on, evidence):
                 self._events.append(Silence(worker, life, what, code, on, evidence))
+            case RoomLeft(workers, paused, need, evidence):
+                self.need, self.room = need, Room(workers, paused)
+                self._events.append(self.room)
+                if evidence is not None:
+                    on = Place(-1, 0, Stage.IDLE, 0.0)
+                    self._events.append(Silence(-1, 0, "room", workers, on, evidence))
             case StartLife() | StopAll():
                 raise AssertionError(f"not for a trainer: {message}")
             case _:

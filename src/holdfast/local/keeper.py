@@ -31,18 +31,28 @@ from holdfast.local.evidence import (
     view_of,
     worlds,
 )
+from holdfast.local.marks import Copies, Marks
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import (
+    ASKED,
+    BASE,
     DUMPABLE,
+    FILES,
     LAST_SIGNAL,
+    LEAVING,
+    MEMORY,
     PAGE,
+    PEAK,
     POSITION,
+    SAMPLES,
     SIGNALS,
     SINCE,
     STAGE,
     TASK,
+    TASKS,
     Pulse,
 )
+from holdfast.local.room import RoomWatch
 from holdfast.local.sender import SenderNote
 from holdfast.local.wire import (
     KeeperSignalled,
@@ -51,6 +61,7 @@ from holdfast.local.wire import (
     LifeQuiet,
     LifeStarted,
     Message,
+    RoomLeft,
     StartLife,
     StopAll,
     decode,
@@ -86,19 +97,27 @@ class Orders(NamedTuple):
     trainer_threads: int
     sample_timeout: float | None
     growth_bytes: int | None
+    need: int
+    first: int
 
 
 class Life:
     """One worker process, as its keeper sees it."""
 
-    def __init__(self, order: StartLife, pid: int, pulse: Pulse, crash: int, now: float) -> None:
+    def __init__(self, order: StartLife, pid: int, pulse: Pulse, batches: int, crash: int, now: float) -> None:
         self.worker = order.worker
         self.life = order.life
         self.pid = pid
         self.pidfd = linux.open_pidfd(pid)
         self.pulse = pulse
+        self.batches = batches
         self.crash = crash
         self.began = now
+        self.before = (pulse.words[TASKS], pulse.words[SAMPLES])  # done by earlier lives
+        self.grown = 0
+        self.most = 0  # at its peak, its slots included
+        self.copies: Copies | None = None
+        self.facts: tuple[str, ...] = ()
         self.beat: tuple[int, ...] = ()
         self.quiet_s = 0.0
         self.next_alarm_s = SILENT_S
@@ -108,6 +127,17 @@ class Life:
         self.killed_on: Place | None = None
         self.stack = ""
         self.view: View | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        return os.fstat(self.batches).st_blocks * 512
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """Batches and samples of this life, those of the batch it is on included."""
+        words = self.pulse.words
+        begun = words[POSITION] if words[STAGE] == Stage.FETCH else 0
+        return words[TASKS] - self.before[0], words[SAMPLES] - self.before[1] + begun
 
 
 class Keeper:
@@ -132,6 +162,8 @@ class Keeper:
         self._last_tick = time.monotonic()
         self._worlds = worlds()
         self._oom = OomWatch(time.monotonic())
+        self._marks = Marks(orders.growth_bytes)
+        self._room = RoomWatch(orders.workers, orders.need, orders.first)
         timeout = orders.sample_timeout
         self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
 
@@ -214,7 +246,7 @@ class Keeper:
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             since = now if since is None else since
-            if now - since < FORK_PATIENCE_S:
+            if now - since < FORK_PATIENCE_S and not self._lives:  # others go on meanwhile
                 self._unforked.append((order, fds, since))
             else:
                 for fd in fds:
@@ -226,8 +258,7 @@ class Keeper:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         tasks, memory, crash = fds
         os.close(tasks)
-        os.close(memory)
-        life = Life(order, pid, pulse, crash, now)
+        life = Life(order, pid, pulse, memory, crash, now)
         self._lives[pid] = life
         if life.pidfd is not None:
             self._poll.register(life.pidfd, select.POLLIN)
@@ -240,6 +271,7 @@ class Keeper:
         try:
             self._orders.control.close()
             for life in self._lives.values():
+                os.close(life.batches)
                 os.close(life.crash)
                 if life.pidfd is not None:
                     os.close(life.pidfd)
@@ -294,12 +326,18 @@ class Keeper:
         code = os.waitstatus_to_exitcode(status)
         cause = Cause.SIGNAL if code < 0 else Cause.EXIT
         on = life.killed_on or life.pulse.place(now)
-        cause = life.killed_for if life.killed_for is not None else cause
+        leaving = life.pulse.words[LEAVING]
+        if life.killed_for is not None:
+            cause = life.killed_for
+        elif cause is Cause.EXIT and leaving and code == 0:
+            cause, code = Cause.RECYCLED, leaving
+            on = on if on.stage >= Stage.FETCH else Place(-1, 0, Stage.IDLE, 0.0)
         killed = cause is Cause.SIGNAL and -code == signal.SIGKILL
         evidence = self._evidence(
             life,
             now,
-            stack=life.stack or _read_stack(life.crash),
+            stack="" if cause is Cause.RECYCLED else life.stack or _read_stack(life.crash),
+            facts=life.facts or (tuple(_read_stack(life.crash).splitlines()) if cause is Cause.RECYCLED else ()),
             peak_bytes=peak,
             oom=self._oom.claim(now) if killed else None,
             kernel_log=procfs.kernel_says(life.pid, life.began) if killed else "",
@@ -308,9 +346,11 @@ class Keeper:
             pressure=procfs.memory_pressure(),
         )
         os.close(life.crash)
+        os.close(life.batches)
         self._say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
 
     def _evidence(self, life: Life, now: float, **facts: Any) -> Evidence:
+        tasks, samples = life.done
         return Evidence(
             pid=life.pid,
             lived_s=now - life.began,
@@ -320,6 +360,10 @@ class Keeper:
             worlds=self._worlds,
             noted_signals=life.pulse.words[SIGNALS],
             trainer_threads=self._orders.trainer_threads,
+            grown_bytes=life.grown,
+            tasks=tasks,
+            samples=samples,
+            descriptors=life.pulse.words[FILES],
             **facts,
         )
 
@@ -342,6 +386,7 @@ class Keeper:
         step = min(gap, 2 * self._tick_s)
         for life in list(self._lives.values()):
             self._look_at(life, step, now)
+        self._look_around(now)
         self._oom.look(now)
         for _ in range(len(self._unforked)):
             self._start(*self._unforked.popleft())
@@ -349,7 +394,7 @@ class Keeper:
 
     def _look_at(self, life: Life, step: float, now: float) -> None:
         words = life.pulse.words
-        life.memory.append((now, linux.resident_bytes(life.pid)))
+        self._weigh(life, now)
         beat = (words[STAGE], words[TASK], words[POSITION], words[SINCE])
         if beat != life.beat or beat[0] == Stage.IDLE:
             life.beat, life.quiet_s, life.next_alarm_s = beat, 0.0, SILENT_S
@@ -357,6 +402,54 @@ class Keeper:
             life.quiet_s += step
             self._judge_silence(life, now)
         self._look_for_signals(life, now)
+
+    def _weigh(self, life: Life, now: float) -> None:
+        """Its memory and its descriptors; over a mark, it is asked to make room for a fresh one, or has to."""
+        words = life.pulse.words
+        resident, private = linux.memory_of(life.pid)
+        life.memory.append((now, resident))
+        if not words[BASE] or not resident:
+            return  # not ready yet, or gone
+        life.grown = words[MEMORY] = max(0, private - words[BASE])
+        words[PEAK] = max(words[PEAK], life.grown)
+        words[FILES] = linux.descriptors(life.pid)
+        slots = life.slot_bytes
+        life.most = max(life.most, life.grown + slots)
+        if self._room.tight:
+            # A peak between two looks; of what it began with, and of slots, it is none.
+            life.most = max(life.most, linux.peak_bytes(life.pid) - (resident - life.grown - slots))
+        verdict = self._marks.judge(life.pid, life.grown, words[FILES])
+        if verdict.kill and life.killed_for is None:
+            life.facts = verdict.facts
+            self._end(life, Cause.MEMORY, now)
+        elif verdict.leave is not None and not words[ASKED]:
+            life.facts = verdict.facts
+            words[ASKED] = verdict.leave
+        if life.copies is None:
+            life.copies = Copies(life.pid, words[BASE], now)
+        if copied := life.copies.look(now, life.grown):
+            self._say_quiet(life, "copied", copied >> 20, now)
+
+    def _end(self, life: Life, cause: Cause, now: float) -> None:
+        """Kill it. What it is on is noted before the dump: that may wake it, and it would go on to another sample."""
+        life.killed_for, life.killed_on = cause, life.pulse.place(now)
+        self._dump(life)
+        _kill(life.pid)
+
+    def _look_around(self, now: float) -> None:
+        """The memory of all."""
+        room, lives = self._room, list(self._lives.values())
+        before = room.said
+        grown = [(life.grown + life.slot_bytes, life.most) for life in lives]
+        changed = room.look(now, grown, any(life.done[0] for life in lives))
+        if changed is not None:
+            fewer = changed.workers < before.workers or (changed.paused and not before.paused)
+            evidence = Evidence(pid=os.getpid(), facts=room.facts(), group=group_of()) if fewer else None
+            self._say(RoomLeft(*changed, room.need, evidence))
+        if room.critical and len(lives) > 1 and not any(life.killed_for for life in lives):
+            neediest = max(lives, key=lambda life: life.grown)
+            neediest.facts = room.facts()
+            self._end(neediest, Cause.PRESSURE, now)
 
     def _look_for_signals(self, life: Life, now: float) -> None:
         words = life.pulse.words
@@ -372,10 +465,7 @@ class Keeper:
             if stage == Stage.FETCH_MANY:
                 allowed *= max(1, position)  # there it is the number of samples
             if life.quiet_s > allowed:
-                # What it hangs on, before the dump: the signal may wake it, and it would go on to another sample.
-                life.killed_for, life.killed_on = Cause.DEADLINE, life.pulse.place(now)
-                self._dump(life)
-                _kill(life.pid)
+                self._end(life, Cause.DEADLINE, now)
                 return
         if life.quiet_s >= life.next_alarm_s:
             life.next_alarm_s *= 2
@@ -424,7 +514,7 @@ def _kill(pid: int) -> None:
 def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
     place = Place(-1, 0, Stage.BOOT, 0.0)
     evidence = Evidence(pid=0, fork_errno=number, limits=process_limits())
-    return LifeEnded(order.worker, order.life, now, Cause.EXIT, 0, place, evidence)
+    return LifeEnded(order.worker, order.life, now, Cause.UNBORN, number, place, evidence)
 
 
 def note_signals_only() -> list[int]:

@@ -39,6 +39,7 @@ class Lifeline:
         self.boxes: dict[int, int] = {}  # task -> its letter box
         self.waiting: deque[tuple[int, bytes]] = deque()  # tasks for which there is no box yet, and their payloads
         self.pid: int | None = None
+        self.closed = False  # it was asked to leave: `tasks` is closed
 
 
 class Asked(Protocol):

@@ -1,7 +1,10 @@
 """Limits that a worker sets for itself, once it is up."""
 
+import errno
 import resource
+import traceback
 
+from holdfast.core.messages import Leave
 from holdfast.local import linux
 
 # More than this many open files is a leak, and a table that large costs at each fork.
@@ -23,3 +26,40 @@ def limit_growth(size: int) -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+# Room that a new thread needs for its stack, as far as RLIMIT_DATA is concerned.
+_THREAD = 16 << 20
+# A worker that has used less than this share of what it may grow by: the sample alone asks too much.
+_GROWN = 0.25
+
+
+def refused(error: BaseException, growth_bytes: int | None) -> Leave | None:
+    """What the system refused to this process, if a fresh one might get it. Which process: the worker."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return Leave.DESCRIPTORS
+    thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't allocate memory" in str(error)[:200]:
+        return Leave.MEMORY if growth_bytes is None or _grown(growth_bytes) > _GROWN else None
+    if thread or (number == errno.EAGAIN and _was_starting(error)):
+        if growth_bytes is not None and _left() < _THREAD:
+            return Leave.MEMORY
+        return Leave.PROCESSES
+    return None
+
+
+def _was_starting(error: BaseException) -> bool:
+    """EAGAIN has other meanings, too: a socket or a pipe that does not block."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and any(word in f"{frames[-1].name} {frames[-1].line}" for word in ("fork", "_execute_child"))
+
+
+def _left() -> int:
+    """Bytes that may still be allocated."""
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] - linux.data_bytes()
+
+
+def _grown(growth_bytes: int) -> float:
+    """Which share of what it may grow by is used."""
+    return 1 - _left() / growth_bytes

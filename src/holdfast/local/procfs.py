@@ -1,9 +1,11 @@
 """What /proc tells of a process: what it waits for, what it has open, who it is. Nothing raises when it is gone."""
 
+import errno
 import linecache
 import os
 import platform
 import re
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -96,12 +98,15 @@ def descriptor(pid: int | str, fd: int) -> str:
 def open_files(pid: int | str = "self") -> tuple[int, str]:
     """How many descriptors, and the paths that most of them stand for."""
     try:
-        fds = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return 0, ""
-    paths = Counter(descriptor(pid, int(fd)) for fd in fds)
-    most = ", ".join(f"{count} x {path}" for path, count in paths.most_common(_MOST_PATHS) if path)
-    return len(fds), most
+        fds = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return 0, ""
+        # To list them takes one descriptor more. They are the lowest there are.
+        fds = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    names = [name for fd in fds if (name := descriptor(pid, fd))]
+    most = ", ".join(f"{count} x {path}" for path, count in Counter(names).most_common(_MOST_PATHS))
+    return len(names), most
 
 
 def threads(pid: int | str = "self") -> int:

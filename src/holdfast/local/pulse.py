@@ -1,7 +1,8 @@
 """Pulse: the flight recorder. A page per worker in memory shared by trainer, keeper and worker.
 
 The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
-what it was on. The trainer writes one field: `FLOOR`.
+what it was on. The trainer writes one field: `FLOOR`. The keeper writes what it measures (`MEMORY` to `FILES`), and
+both may ask the worker to leave after its batch: `ASKED`.
 """
 
 import time
@@ -13,7 +14,9 @@ from holdfast.shm.memory import Memory
 PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
 SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
-FIELDS = 15
+# ASKED, LEAVING: a `Leave`. BASE: private memory when it was ready. MEMORY: what it has grown by since, PEAK at most.
+ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES = range(15, 23)
+FIELDS = 23
 # From here on in the page: who sent the last signal, see local/sender.py.
 _SENDER_AT = 1024
 
@@ -29,7 +32,7 @@ class Pulse:
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED):
+        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES):
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()

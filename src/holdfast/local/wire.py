@@ -93,7 +93,16 @@ class KeeperSignalled(NamedTuple):
     evidence: Evidence
 
 
-Message = StartLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
+class RoomLeft(NamedTuple):
+    """keeper -> trainer: so many workers fit into memory. `evidence` where they are fewer than before."""
+
+    workers: int
+    paused: bool
+    need: int
+    evidence: Evidence | None
+
+
+Message = RoomLeft | StartLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
 
 
 def encode(message: Message) -> bytes:

@@ -9,15 +9,22 @@ import faulthandler
 import os
 import signal
 import socket
+import time
 from typing import NamedTuple, Protocol
 
-from holdfast.core.messages import Stage
+from holdfast.core.messages import Leave, Stage
 from holdfast.local import limits, linux, raised
 from holdfast.local.pulse import (
+    ASKED,
+    BASE,
+    BUSY_NS,
+    BYTES,
     DUMPABLE,
     FLOOR,
     LAST_SIGNAL,
+    LEAVING,
     SIGNALS,
+    SINCE,
     SLOT,
     TASK,
     TASKS,
@@ -49,6 +56,15 @@ class Reply(NamedTuple):
     mark: int = 0
 
 
+class Spent(Exception):
+    """This life was refused something that a fresh one may get: the task is to be done by the next."""
+
+    def __init__(self, why: Leave, facts: tuple[str, ...]) -> None:
+        super().__init__(why, facts)
+        self.why = why
+        self.facts = facts
+
+
 class Job(Protocol):
     """What workers do. Made in the trainer; forked with the keeper, or pickled to it."""
 
@@ -56,7 +72,7 @@ class Job(Protocol):
         """In the new worker, once; what it raises ends the run."""
 
     def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
-        """One task: its payload in, its batch into the slot. Raises nothing that user code raised.
+        """One task: its payload in, its batch into the slot. Raises `Spent`, and nothing that user code raised.
 
         `saved` is what the last life had done of it: `count` samples.
         """
@@ -102,7 +118,12 @@ class Worker:
         os.close(wiring.memory)
         self._states = states_of(self._memory, wiring.slots)
         if self._boot():
-            self._loop()
+            try:
+                self._loop()
+            except Spent as spent:
+                self._pulse.words[LEAVING] = spent.why
+                # Where a crash would leave its stack. The pulse stays on the sample that it was refused for.
+                os.write(self._wiring.crash, "\n".join(spent.facts).encode(errors="replace"))
 
     def take_signals(self) -> None:
         """First of all: from here on a signal is noted, and a crash leaves its stack."""
@@ -133,6 +154,7 @@ class Worker:
             return False
         if wiring.growth_bytes is not None:
             limits.limit_growth(wiring.growth_bytes)
+        self._pulse.words[BASE] = max(1, linux.memory_of()[1])
         self._pulse.enter(Stage.IDLE)
         self._announce(-1, -1, Reply(Kind.BOOTED))
         return True
@@ -145,6 +167,7 @@ class Worker:
         view, stride = self._memory.view, self._wiring.stride
         spaces: dict[int, SlotSpace] = {}
         large = False
+        clock = time.monotonic_ns
         while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
@@ -156,13 +179,21 @@ class Worker:
                     space = spaces[slot] = self._space(slot)
                 space.clear()
                 words[TASK], words[SLOT] = task, slot
+                began = clock()
                 letter = box * stride
                 end = letter + size
                 reply = run(view[letter:end], view[end : end + saved], count, space)
                 self._announce(task, slot, reply)
-                large = reply.where > LARGE
+                sent = reply.where + reply.spec_bytes
+                large = sent > LARGE
                 words[TASKS] += 1
+                words[BYTES] += sent
                 pulse.enter(Stage.IDLE)
+                words[BUSY_NS] += words[SINCE] - began
+                if words[ASKED]:
+                    words[LEAVING] = words[ASKED]
+                    return
+        words[LEAVING] = words[ASKED]
 
     def _announce(self, task: int, slot: int, reply: Reply) -> None:
         wiring = self._wiring

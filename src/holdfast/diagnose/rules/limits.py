@@ -4,7 +4,9 @@ import errno
 import os
 import re
 
+from holdfast.core.messages import Cause, Leave
 from holdfast.diagnose.finding import Case, Finding
+from holdfast.local.evidence import NO_STACK
 
 
 def cannot_fork(case: Case) -> Finding | None:
@@ -16,7 +18,7 @@ def cannot_fork(case: Case) -> Finding | None:
     return Finding(
         "cannot-start-process",
         f"the system refused a new process: {what}",
-        (f"fork failed with {what} for several seconds", *evidence.limits),
+        (f"fork failed with {what}", *evidence.limits),
         "fewer workers, or a higher limit: `ulimit -u`, the cgroup's pids.max",
     )
 
@@ -29,12 +31,44 @@ def cannot_start_thread(case: Case) -> Finding | None:
     starting = raised.errno == errno.EAGAIN and re.search(r"fork|start_new_thread|_execute_child", raised.traceback)
     if not starting and "can't start new thread" not in raised.text:
         return None
+    if case.worker_memory is not None and any(NO_STACK in fact for fact in raised.facts):
+        return Finding(
+            "allocation-refused",
+            "a thread could not be started: its stack does not fit into Policy(worker_memory=...)",
+            raised.facts,
+            "raise worker_memory, or start fewer threads in a sample",
+        )
     return Finding(
         "cannot-start-process",
         f"the system refused a new process or thread: {raised.type_name}: {raised.text}",
         raised.facts,
         "fewer workers or threads (OMP_NUM_THREADS=1), or a higher limit: `ulimit -u`, the cgroup's pids.max",
         "likely",
+    )
+
+
+def processes_refused(case: Case) -> Finding | None:
+    """A sample was refused a thread or a process, and its worker made room."""
+    if case.evidence is None or case.cause is not Cause.RECYCLED or case.code != Leave.PROCESSES:
+        return None
+    return Finding(
+        "cannot-start-process",
+        "the system refused a new process or thread to a sample",
+        case.evidence.facts,
+        "fewer workers or threads (OMP_NUM_THREADS=1), or a higher limit: `ulimit -u`, the cgroup's pids.max",
+        "likely",
+    )
+
+
+def descriptors_grown(case: Case) -> Finding | None:
+    """It made room for a fresh one before the limit, or when it was refused a file."""
+    if case.evidence is None or case.cause is not Cause.RECYCLED or case.code != Leave.DESCRIPTORS:
+        return None
+    return Finding(
+        "descriptors-exhausted",
+        "the dataset opens more files than it closes; with a fresh worker nothing is lost",
+        (*case.evidence.facts, f"{case.evidence.samples} samples loaded since the worker was ready"),
+        "close them (`with open(...)`; PIL: Image.open(...).load()); holdfast.FileCache keeps a bounded number open",
     )
 
 
@@ -71,4 +105,4 @@ def no_space(case: Case) -> Finding | None:
     )
 
 
-RULES = (cannot_fork, descriptors, no_space, cannot_start_thread)
+RULES = (cannot_fork, processes_refused, descriptors_grown, descriptors, no_space, cannot_start_thread)

@@ -3,7 +3,7 @@
 import errno
 import signal
 
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, Leave
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.local.evidence import Evidence
 
@@ -56,8 +56,52 @@ def over_limit(case: Case) -> Finding | None:
     return Finding(
         "worker-over-memory",
         "it grew past Policy(worker_memory=...), and was killed for it",
-        memory_seen(case.evidence) if case.evidence is not None else (),
+        (*case.evidence.facts, *memory_seen(case.evidence)) if case.evidence is not None else (),
         "look at what this sample allocates; raise worker_memory if it is right",
+    )
+
+
+def grown(case: Case) -> Finding | None:
+    """It made room for a fresh one: it had grown to its mark, or was refused more."""
+    evidence = case.evidence
+    if evidence is None or case.cause is not Cause.RECYCLED or case.code != Leave.MEMORY:
+        return None
+    size = f"{evidence.grown_bytes / 2**20:.0f} MiB"
+    steady = evidence.samples > 1
+    each = evidence.grown_bytes / 2**20 / max(1, evidence.samples)
+    average = f", {each:.1f} MiB for each of {evidence.samples} samples" if steady else ""
+    return Finding(
+        "worker-leak",
+        f"it had grown by {size}{average}; with a fresh worker nothing is lost",
+        (*evidence.facts, f"lived {evidence.lived_s:.0f} s, did {evidence.tasks} batches"),
+        "look for what the dataset keeps: a list, dict or cache that only grows, files never closed; or a larger "
+        "worker_memory, if that is what its samples need",
+        "likely" if steady else "possible",
+    )
+
+
+def short(case: Case) -> Finding | None:
+    """The memory of all, not of one worker."""
+    if case.evidence is None or (case.what != "room" and case.cause is not Cause.PRESSURE):
+        return None
+    return Finding(
+        "memory-short",
+        "the memory of this machine or control group does not hold so many workers; fewer work for now",
+        case.evidence.facts,
+        "num_workers as many as fit, a smaller prefetch_factor or batch, or a higher limit",
+    )
+
+
+def copied(case: Case) -> Finding | None:
+    """A fork shares its parent's pages until one of the two writes to them."""
+    if case.what != "copied" or case.evidence is None:
+        return None
+    return Finding(
+        "dataset-copied",
+        f"it has copied {case.code} MiB of what it shared with the trainer, and so does each worker",
+        (f"pages of its own beyond what it allocated: {case.code} MiB", *case.evidence.facts),
+        "keep what is large in a numpy array or a tensor: each look at a Python object writes its reference count",
+        "likely",
     )
 
 
@@ -90,4 +134,4 @@ def refused(case: Case) -> Finding | None:
     )
 
 
-RULES = (oom_killed, over_limit, refused)
+RULES = (oom_killed, over_limit, grown, short, copied, refused)
