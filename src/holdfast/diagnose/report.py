@@ -3,7 +3,9 @@
 import json
 import re
 import textwrap
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ from holdfast.diagnose.finding import Again, Case, Finding, find
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.runfolder import RunFolder
 from holdfast.local.linux import signal_name
+from holdfast.local.pulse import Pulse
 
 SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
@@ -172,6 +175,43 @@ def where(case: Case) -> str:
     return f"while loading {what} ({about})"
 
 
+class Workers:
+    """What each worker has done and used, over all epochs. `ran_s`: for how long there were workers."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, Counter[str]] = {}
+        self._pulses: Sequence[Pulse] = ()
+        self._since = 0.0
+
+    def begin(self, pulses: Sequence[Pulse]) -> None:
+        """An iterator's workers, from now on."""
+        self.end()
+        self._pulses, self._since = pulses, time.monotonic()
+
+    def end(self) -> None:
+        """They are gone; what they did counts."""
+        for worker, figures in enumerate(self._now()):
+            self._past[worker] = Counter(figures)
+        self._pulses = ()
+
+    def _now(self) -> list[dict[str, float]]:
+        ran_s = time.monotonic() - self._since if self._pulses else 0.0
+        return [self._with_past(worker, pulse.figures(), ran_s) for worker, pulse in enumerate(self._pulses)]
+
+    def _with_past(self, worker: int, figures: dict[str, float], ran_s: float) -> dict[str, float]:
+        past: Counter[str] = self._past.get(worker, Counter())
+        figures = dict(figures, waiting_s=max(0.0, ran_s - figures["busy_s"]))
+        for name in ("batches", "samples", "bytes_sent", "busy_s", "waiting_s"):
+            figures[name] = round(figures[name] + past[name], 3)
+        figures["peak_bytes"] = max(figures["peak_bytes"], past["peak_bytes"])
+        return figures
+
+    def figures(self) -> list[dict[str, float]]:
+        """One row for each worker that ever worked."""
+        rows = self._now() or [dict(self._past[worker]) for worker in sorted(self._past)]
+        return [{"worker": worker, **row} for worker, row in enumerate(rows) if row["batches"]]
+
+
 @dataclass
 class Record:
     """All that a loader has to report, over all its epochs."""
@@ -184,6 +224,7 @@ class Record:
     need: int = 0
     """Bytes that a worker needed at its peak, and workers that were best: the next epoch begins with them."""
     wish: int = 0
+    workers: Workers = field(default_factory=Workers)
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 
@@ -228,8 +269,21 @@ class Report:
             lines += [f"    and {more} more"] if more > 0 else []
         if not self.incidents:
             lines.append("  nothing went wrong")
+        lines += self._resources()
         lines += [f"  {f.name}: {f.says}; {'; '.join(f.seen)}\n    try    {f.advice}" for f in speed.of_stats(s)]
         return "\n".join(lines)
+
+    def _resources(self) -> list[str]:
+        """A line for each worker, and for each cache."""
+        lines = [
+            f"  worker {w['worker']}: {w['samples']:.0f} samples, {w['bytes_sent'] / 2**20:.0f} MiB sent, busy "
+            f"{w['busy_s']:.1f} s, waited {w['waiting_s']:.1f} s; grew by {w['peak_bytes'] / 2**20:.0f} MiB at most, "
+            f"{w['descriptors']:.0f} descriptors"
+            for w in self.stats.get("per_worker", ())
+        ]
+        for name, figures in self.stats.get("caches", {}).items():
+            lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
+        return lines
 
     def text(self, width: int, colour: bool = False) -> str:
         """`str()` for a terminal: lines broken at its width, the findings' names in bold."""

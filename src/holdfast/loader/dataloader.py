@@ -108,8 +108,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "ran_s": round(self._record.ran_s, 3),
             "workers": self.num_workers,
             "cpus": usable_cpus(),
+            "per_worker": self._record.workers.figures(),
+            "caches": _caches(self.dataset),
         }
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
         return Report(self._record, self.stats())
+
+
+def _caches(dataset: Any) -> dict[str, dict[str, float]]:
+    """The figures of a dataset, and of what it holds, that keeps any: holdfast.CachedDataset, holdfast.FileCache."""
+    held = getattr(dataset, "__dict__", {})
+    found = {type(dataset).__name__: dataset} | {f"{type(part).__name__} {name}": part for name, part in held.items()}
+    return {name: part.figures() for name, part in found.items() if callable(getattr(type(part), "figures", None))}

@@ -30,6 +30,7 @@ from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.tell import Teller
+from holdfast.loader.weigh import large_parts
 from holdfast.local.cgroups import usable_cpus
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
@@ -76,8 +77,10 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
-        self._teller = Teller(record, policy, self._growth, self._method, _name_of(self), self._host.pid_of)
+        parts = partial(large_parts, self._dataset)
+        self._teller = Teller(record, policy, self._growth, self._method, _name_of(self), self._host.pid_of, parts)
         self._host.open()
+        record.workers.begin(self._host.pulses)
         self._reset(loader, first_iter=True)
 
     def _make_host(self, loader: Any) -> LocalHost:
@@ -393,6 +396,8 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         """End all processes of this iterator."""
+        if self._finalizer.alive:
+            self._record.workers.end()
         self._finalizer()
         for silence in self._host.leftovers():
             self._teller.incident(silence)

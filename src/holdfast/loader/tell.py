@@ -35,11 +35,14 @@ class Teller:
         start_method: str,
         sample_of: Callable[[int, int], tuple[object, Again | None]],
         pid_of: Callable[[int], int | None],
+        parts: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
+        """`parts`: what is large in the dataset, in words."""
         self._record = record
         self._policy = policy
         self._sample_of = sample_of
         self._pid_of = pid_of
+        self._parts = parts
         self._blank = Case(
             what="exited",
             worker=0,
@@ -68,7 +71,10 @@ class Teller:
             self.tell(case)
         else:
             facts = {"worker": note.worker, "life": note.life, "what": note.what, "code": note.code}
-            self.tell(self._at(note.on, note.evidence, **facts))
+            evidence = note.evidence
+            if note.what == "copied" and isinstance(evidence, Evidence):
+                evidence = replace(evidence, facts=self._parts())
+            self.tell(self._at(note.on, evidence, **facts))
 
     def _told_before(self, case: Case) -> bool:
         """A leak comes again and again: it is told once, and counted."""

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,6 +21,8 @@ from holdfast.local import linux
 # smaps_rollup takes milliseconds: it is read with each so many samples.
 _PRIVATE_EVERY = 8
 _DEPTH = 12
+# Fewer objects than this are not worth a word.
+_MANY = 50_000
 
 
 class Unsendable(Exception):
@@ -131,6 +134,21 @@ def _weigh(value: Any, digest: Any, depth: int) -> tuple[int, str]:
         raise Unsendable(f"a {type(value).__name__} ({type(error).__name__}: {error})") from error
     digest.update(pickled)
     return len(pickled), type(value).__name__
+
+
+def large_parts(dataset: Any) -> tuple[str, ...]:
+    """Attributes of a dataset, and of the datasets inside it, that are many Python objects."""
+    found = []
+    for _ in range(_DEPTH):
+        for name, value in getattr(dataset, "__dict__", {}).items():
+            if isinstance(value, list | dict | tuple | set) and len(value) >= _MANY:
+                some = list(islice(value.items() if isinstance(value, dict) else value, 100))
+                each = sum(sys.getsizeof(part) for part in some) / len(some)
+                about = f"about {len(value) * (each + 8) / 2**20:.0f} MiB"
+                kind, part = type(value).__name__, type(some[0]).__name__
+                found.append(f"{type(dataset).__name__}.{name} is a {kind} of {len(value):,} {part}, {about}")
+        dataset = getattr(dataset, "dataset", None)
+    return tuple(found)
 
 
 def _status() -> dict[str, int]:

@@ -164,6 +164,8 @@ class Keeper:
         self._oom = OomWatch(time.monotonic())
         self._marks = Marks(orders.growth_bytes)
         self._room = RoomWatch(orders.workers, orders.need, orders.first)
+        self._own = linux.memory_of()[1]  # what workers inherit
+        self._fewest = orders.workers  # workers that ever fitted, as far as the trainer was told
         timeout = orders.sample_timeout
         self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
 
@@ -426,7 +428,7 @@ class Keeper:
             life.facts = verdict.facts
             words[ASKED] = verdict.leave
         if life.copies is None:
-            life.copies = Copies(life.pid, words[BASE], now)
+            life.copies = Copies(life.pid, self._own, words[BASE] - self._own, now)
         if copied := life.copies.look(now, life.grown):
             self._say_quiet(life, "copied", copied >> 20, now)
 
@@ -439,11 +441,11 @@ class Keeper:
     def _look_around(self, now: float) -> None:
         """The memory of all."""
         room, lives = self._room, list(self._lives.values())
-        before = room.said
         grown = [(life.grown + life.slot_bytes, life.most) for life in lives]
         changed = room.look(now, grown, any(life.done[0] for life in lives))
         if changed is not None:
-            fewer = changed.workers < before.workers or (changed.paused and not before.paused)
+            fewer = changed.workers < self._fewest
+            self._fewest = min(self._fewest, changed.workers)
             evidence = Evidence(pid=os.getpid(), facts=room.facts(), group=group_of()) if fewer else None
             self._say(RoomLeft(*changed, room.need, evidence))
         if room.critical and len(lives) > 1 and not any(life.killed_for for life in lives):

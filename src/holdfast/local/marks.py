@@ -19,7 +19,7 @@ HARD = 1.1
 SLACK = 128 << 20
 # Copied pages are measured by smaps, which takes milliseconds per 100 MB; worth it only where much was inherited.
 COPY_LEAST = 256 << 20
-COPY_LOOKS_S = (0.0, 2.0, 10.0, 60.0, 300.0)
+COPY_LOOKS_S = (2.0, 10.0, 60.0, 300.0)
 
 
 class Judgement(NamedTuple):
@@ -60,24 +60,23 @@ class Marks:
 
 
 class Copies:
-    """How much of what a fork inherited it has copied by writing to it: reference counts of Python objects do."""
+    """How much of what a fork inherited it has copied by writing to it: reference counts of Python objects do.
 
-    def __init__(self, pid: int, inherited: int, now: float) -> None:
+    `inherited`: private memory of its parent; `own`: what it had beyond that when it was ready.
+    """
+
+    def __init__(self, pid: int, inherited: int, own: int, now: float) -> None:
         self._pid = pid
         self._inherited = inherited
+        self._own = max(0, own)
         self._looks = [now + wait for wait in COPY_LOOKS_S] if inherited >= COPY_LEAST else []
-        self._first: int | None = None
 
     def look(self, now: float, grown: int) -> int:
-        """Bytes copied since the first look, when it is time to look and they are worth a word; else 0."""
+        """Bytes copied, when it is time to look and they are worth a word; else 0."""
         if not self._looks or now < self._looks[0]:
             return 0
         self._looks.pop(0)
-        private = linux.own_bytes(self._pid)
-        if self._first is None:
-            self._first = private - grown
-            return 0
-        copied = private - grown - self._first
+        copied = linux.own_bytes(self._pid) - grown - self._own
         if copied < max(COPY_LEAST, self._inherited // 4):
             return 0
         self._looks.clear()  # once is enough

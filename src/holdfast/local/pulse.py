@@ -55,3 +55,18 @@ class Pulse:
     def working(self) -> bool:
         """True while it is on a task."""
         return Stage(self.words[STAGE]) >= Stage.FETCH
+
+    def figures(self) -> dict[str, float]:
+        """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present
+        one, private memory beyond what it had when it was ready.
+        """
+        words = self.words
+        return {
+            "batches": words[TASKS],
+            "samples": words[SAMPLES],
+            "bytes_sent": words[BYTES],
+            "busy_s": round(words[BUSY_NS] / 1e9, 3),
+            "memory_bytes": words[MEMORY],
+            "peak_bytes": words[PEAK],
+            "descriptors": words[FILES],
+        }

@@ -2,7 +2,7 @@
 
 The limit is the control group's or the machine's, whichever leaves less. What a worker needs is what the neediest has
 had so far at its peak, in private memory since it was ready and in its slots; a worker that does nothing at the moment
-will need as much again. So many fit as keep the whole below `FULL`.
+will need as much again. So many fit as keep the whole below `FULL`, or leave room for two more.
 
 Two more marks, as the last resort where samples grow later: at `PAUSE` of the limit no batch is begun while another
 is being made, and at `SHED` a worker is taken away. They count only where what is left is less than two workers need:
@@ -19,8 +19,8 @@ PAUSE, RESUME, SHED, FULL = 0.80, 0.75, 0.90, 0.90
 # Above this the neediest worker is killed, to be started again later: better one of ours, with nothing lost, than
 # whom the kernel picks.
 CRITICAL = 0.97
-# A worker that was taken away is given back after so long without need; one at a time.
-CALM_S = 3.0
+# A worker that was taken away is given back after so long in which it would have fitted; one at a time.
+CALM_S = 5.0
 # Where less than this is left for each worker at the start, the others wait for the first batch of the first one.
 CAREFUL = 2 << 30
 # Nobody needs less than this: the arithmetic must not end in hundreds of workers.
@@ -36,7 +36,7 @@ class RoomWatch:
         self._workers = workers
         self._files = MemoryFiles(root)
         self.need = need
-        self._shed: int | None = None  # so many are left after one was taken away
+        self._known = bool(need)
         self._calm_since: float | None = None
         self.limit, self.used = self._files.read(0.0)
         self.said = Room(self._first() if first is None else first, False)
@@ -47,7 +47,9 @@ class RoomWatch:
         return 1 if self.tight else self._workers
 
     def _fitting(self, alone: int) -> int:
-        return max(1, min(self._workers, int((FULL * self.limit - alone) // max(LEAST, self.need))))
+        need = max(LEAST, self.need)
+        reserve = min((1 - FULL) * self.limit, 2 * need)  # the trainer may grow, too
+        return max(1, min(self._workers, int((self.limit - reserve - alone) // need)))
 
     @property
     def tight(self) -> bool:
@@ -72,35 +74,33 @@ class RoomWatch:
         changed, if something did.
         """
         self.limit, self.used = self._files.read(RESUME)
-        known = proven or self.need
-        if known:
+        said = self.said
+        if proven or self._known:
             self.need = max([self.need, *(most for _, most in lives)])
         share, left = self.used / self.limit, self.limit - self.used
         danger = left < 2 * max(LEAST, self.need)
-        paused = danger and share >= (RESUME if self.said.paused else PAUSE)
-        alone = self.used - sum(grown for grown, _ in lives)
-        fits = self._fitting(alone) if known else self.said.workers
-        if danger and share >= SHED and len(lives) > 1:
-            self._shed, self._calm_since = len(lives) - 1, None
-        elif self._shed is not None:
-            self._calm(now, paused)
-        if self._shed is not None:
-            fits = min(fits, self._shed)
-        room = Room(fits, paused)
-        if room == self.said:
-            return None
-        self.said = room
-        return room
+        paused = danger and share >= (RESUME if said.paused else PAUSE)
+        fits = said.workers
+        if proven or self._known:
+            fits = self._fitting(self.used - sum(grown for grown, _ in lives))
+            if self._known and fits > said.workers:
+                fits = self._after_a_while(now, paused)
+            else:
+                self._calm_since = None
+            self._known = True
+        if danger and share >= SHED:
+            fits = max(1, min(fits, len(lives) - 1))
+        self.said = Room(fits, paused)
+        return self.said if self.said != said else None
 
-    def _calm(self, now: float, paused: bool) -> None:
-        if paused:
-            self._calm_since = None
-        elif self._calm_since is None:
-            self._calm_since = now
+    def _after_a_while(self, now: float, paused: bool) -> int:
+        """One more, when it has been calm for long enough."""
+        if paused or self._calm_since is None:
+            self._calm_since = None if paused else now
         elif now - self._calm_since >= CALM_S:
             self._calm_since = now
-            assert self._shed is not None
-            self._shed = self._shed + 1 if self._shed + 1 < self._workers else None
+            return self.said.workers + 1
+        return self.said.workers
 
 
 def growth_bytes(wanted: int | str | None, workers: int) -> int | None:

@@ -183,11 +183,11 @@ class Worker:
                 letter = box * stride
                 end = letter + size
                 reply = run(view[letter:end], view[end : end + saved], count, space)
-                self._announce(task, slot, reply)
                 sent = reply.where + reply.spec_bytes
                 large = sent > LARGE
                 words[TASKS] += 1
                 words[BYTES] += sent
+                self._announce(task, slot, reply)
                 pulse.enter(Stage.IDLE)
                 words[BUSY_NS] += words[SINCE] - began
                 if words[ASKED]:

@@ -1,0 +1,73 @@
+"""How many workers there shall be: the least of wish, room and berths; and the search for the best wish."""
+
+from holdfast.core.crew import AGAIN_S, Crew
+from holdfast.core.messages import Allowed
+
+
+def test_the_least_of_wish_room_and_berths_counts():
+    crew = Crew(8, 8, adapt=False)
+    assert crew.allowed == Allowed(8, False)
+    crew.room(5, True)
+    assert crew.allowed == Allowed(5, True)
+    crew.refused(3, at=100.0)
+    assert crew.allowed == Allowed(3, True)
+    crew.room(0, False)
+    assert crew.allowed == Allowed(1, False), "somebody must work"
+
+
+def test_a_refused_process_is_asked_for_again_later_and_less_and_less_often():
+    crew = Crew(4, 4, adapt=False)
+    crew.refused(2, at=0.0)
+    crew.look(AGAIN_S - 1, 10, 0.0)
+    assert crew.allowed.workers == 2
+    crew.look(AGAIN_S, 10, 0.0)
+    assert crew.allowed.workers == 4
+    crew.refused(2, at=AGAIN_S)
+    crew.look(2 * AGAIN_S, 10, 0.0)
+    assert crew.allowed.workers == 2
+    crew.look(3 * AGAIN_S, 10, 0.0)
+    assert crew.allowed.workers == 4
+
+
+def run(crew, rate_of, seconds=60.0, waits=1.0, seen=None):
+    """Play a loader whose rate depends on the number of workers; gives the numbers that were tried."""
+    at, batches, waited, tried = 0.0, 0.0, 0.0, []
+    while at < seconds:
+        at += 0.25
+        workers = crew.allowed.workers
+        batches += rate_of(workers) * 0.25
+        waited += waits * 0.25
+        crew.look(at, int(batches), waited)
+        tried.append(crew.allowed.workers)
+    return tried
+
+
+def test_the_search_finds_many_workers_for_samples_that_wait():
+    crew = Crew(16, 2, adapt=True)
+    tried = run(crew, lambda workers: 50 * workers)
+    assert tried[-1] == 16
+    assert tried.index(16) * 0.25 < 12, "it takes too long"
+
+
+def test_the_search_stays_where_more_workers_bring_nothing():
+    crew = Crew(16, 2, adapt=True)
+    tried = run(crew, lambda workers: 50 * min(workers, 2))
+    assert tried[-1] == 2
+    assert sum(workers > 2 for workers in tried) < len(tried) / 4
+
+
+def test_the_search_stops_at_the_knee():
+    crew = Crew(16, 2, adapt=True)
+    tried = run(crew, lambda workers: 50 * min(workers, 5))
+    assert tried[-1] in (5, 6)
+
+
+def test_nothing_is_tried_while_the_trainer_does_not_wait():
+    crew = Crew(16, 2, adapt=True)
+    assert set(run(crew, lambda workers: 50, waits=0.01)) == {2}
+
+
+def test_the_search_keeps_to_what_fits():
+    crew = Crew(16, 2, adapt=True)
+    crew.room(4, False)
+    assert max(run(crew, lambda workers: 50 * workers)) == 4

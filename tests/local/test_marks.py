@@ -1,0 +1,51 @@
+"""When a worker is asked to make room, and when it has to."""
+
+import errno
+import os
+import resource
+
+import pytest
+
+from holdfast.core.messages import Leave
+from holdfast.local.limits import refused
+from holdfast.local.marks import Marks
+
+MIB = 1 << 20
+
+
+def test_memory():
+    marks = Marks(1000 * MIB)
+    assert marks.judge(os.getpid(), 700 * MIB, 10) == (None, False, ())
+    assert marks.judge(os.getpid(), 850 * MIB, 10).leave is Leave.MEMORY
+    assert marks.judge(os.getpid(), 1300 * MIB, 10).kill
+
+
+def test_without_a_limit_memory_is_nobodys_business():
+    assert Marks(None).judge(os.getpid(), 1 << 50, 10) == (None, False, ())
+
+
+def test_descriptors():
+    """The paths are named, while they are there to be named."""
+    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65_536)
+    with open(__file__):
+        verdict = Marks(None).judge(os.getpid(), 0, int(limit * 0.81))
+    assert verdict.leave is Leave.DESCRIPTORS
+    assert any("open: " in fact for fact in verdict.facts)
+
+
+@pytest.mark.parametrize(
+    ("error", "leave"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), Leave.DESCRIPTORS),
+        (OSError(errno.ENFILE, "File table overflow"), Leave.DESCRIPTORS),
+        (MemoryError(), Leave.MEMORY),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), Leave.MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), Leave.MEMORY),
+        (RuntimeError("can't start new thread"), Leave.PROCESSES),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), None),  # a socket that does not block
+        (OSError(errno.ENOENT, "No such file"), None),
+        (ValueError("x"), None),
+    ],
+)
+def test_what_a_fresh_worker_may_get(error, leave):
+    assert refused(error, None) is leave
