@@ -233,7 +233,7 @@ def test_the_breaker_opens_on_too_many_bad():
     ledger.on(Drawn(0, 10))
     ledger.on(Drawn(1, 10))
     assert not any(isinstance(a, Stop) for a in ledger.on(Finished(0, 1, 0, "a", 5)))
-    assert Stop("bad", None, 6, 20) in ledger.on(Finished(1, 1, 1, "b", 1))
+    assert ledger.on(Finished(1, 1, 1, "b", 1)) == [Stop("bad", None, 6, 20, ((1, "b"),))]
 
 
 def test_streams_take_turns_and_end_one_by_one():
