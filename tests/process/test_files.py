@@ -64,7 +64,6 @@ def test_the_bound_is_kept_and_the_least_recently_used_goes(folder):
         files[folder / "00"].seek(0)  # stays in use
         assert len(open_under(folder)) <= 4
     assert open_under(folder) == ["00", "17", "18", "19"]
-    assert len(files) == 4
     assert files.figures() == {"hits": 20, "misses": 20, "evicted": 16, "hit_rate": 0.5, "open": 4}
     files.close()
     assert open_under(folder) == []
@@ -156,7 +155,12 @@ def test_hdf5(folder):
 
     read()
     assert len(open_under(folder)) == 2
-    assert in_child(read) == 0
+
+    def child():
+        read()
+        assert len(open_under(folder)) == 2  # its own, and the parent's closed
+
+    assert in_child(child) == 0
     read()
     files[folder / "3.h5"].close()
     read()
@@ -174,7 +178,7 @@ def test_out_of_descriptors_half_is_closed(folder):
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            blocked.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(100))
+            blocked.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(highest + 9))
         assert files[folder / "10"].read(1) == bytes([10])
         assert open_under(folder) == ["04", "05", "06", "07", "10"]
     finally:
@@ -329,7 +333,7 @@ def test_pickled_without_handles(folder):
     files = FileCache(3, mode="rb")
     files[folder / "00"]
     again = pickle.loads(pickle.dumps(files))
-    assert len(again) == 0
+    assert len(open_under(folder)) == 1
     assert again[folder / "00"].read(1) == b"\0"
     assert files.figures()["misses"] == 2
     assert files.figures()["open"] == 2

@@ -144,6 +144,10 @@ def test_a_torn_record_is_not_believed():
     check(3, store.get(3))
 
 
+def test_a_store_of_nothing():
+    assert Store(0, MIB, "never").held() == 0
+
+
 def test_room_is_all_in_all():
     assert room_for(1_000_000, 4 * MIB) < 0
     store = Store(1000, MIB, "never")

@@ -6,9 +6,9 @@ an empty one of its own. A sample is kept as the bytes that would cross to the t
 gets a copy of its own, so it may be modified.
 
 By default what came first stays. With a share c of the samples held, and every sample visited once per epoch in random
-order, that gives c hits. To keep the least recently used out instead gives c + (1-c) ln(1-c), about c^2/2: a sample is
-still there only if its next visit comes before those of c N others. For c = 1/2: 50 % against 15 %. ("oldest", which
-goes by when a sample was stored: 19 %.) It is for visits that are not like that: curricula, weighted sampling, windows.
+order, that gives c hits. To evict the least recently used instead gives c + (1-c) ln(1-c), about c^2/2: a sample is
+still there only if fewer than c N others were visited since. For c = 1/2: 50 % against 15 %. ("oldest", which goes by
+when a sample was stored: 19 %.) Eviction is for visits that are not like that: curricula, weighted sampling, windows.
 """
 
 import copy
@@ -196,7 +196,9 @@ class CachedDataset(Dataset[Any]):
         self._packers.append(packer)
         last = draft.parts[-1]
         numbers = struct.unpack_from(f"<{2 * buffers}Q", last)[::2]
-        return [last[-spec_bytes:], *(draft.parts[number] for number in numbers)]
+        parts = [last[-spec_bytes:], *(draft.parts[number] for number in numbers)]
+        draft.parts.clear()  # the packer goes on holding the draft; the sample is the user's alone
+        return parts
 
     # Figures --------------------------------------------------------------------------------------------------------
 

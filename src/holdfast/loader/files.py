@@ -8,10 +8,11 @@ thread at a time, and nobody closes it while another thread reads. The least rec
 is opened. So a handle is to be used at once and asked for again the next time, not kept.
 
 After a fork the child finds the parent's handles on the shelf. It never uses them: two processes would move one
-position, and HDF5 would serve both from one state. What becomes of them: a file of Python's own, or a zip archive, that
-is open for reading is closed, which in the child closes a copy of the descriptor and nothing else. All others are
-*parked*, kept for ever without being looked at: to close or to collect them might flush the parent's unwritten bytes
-a second time. That costs the child their descriptors, `size` at most per thread of the parent.
+position. What is known to be open for reading only (Python's files, zip archives, HDF5) is closed, which in the child
+closes a copy of the descriptor and writes nothing. HDF5 must be: it would not open a file again that it knows to be
+open, and would read with the parent's descriptor. (It also takes back its advisory lock of that file.) All others are
+*parked*, kept for ever without being looked at: to close or to collect them might write the parent's unwritten bytes a
+second time. That costs the child their descriptors, `size` at most per thread of the parent.
 """
 
 import ctypes
@@ -124,11 +125,6 @@ class FileCache:
                 _close(shelf.handles.popitem()[1])
         self._note()
 
-    def __len__(self) -> int:
-        """How many handles this process has open."""
-        pid = os.getpid()
-        return sum(len(shelf.handles) for shelf in list(self._shelves.values()) if shelf.pid == pid)
-
     def figures(self) -> dict[str, int | float]:
         """hits, misses, evicted and hit_rate over all processes so far, and handles open now in the living ones."""
         figures: dict[str, int | float] = {name: self._commons.total(i) for i, name in enumerate(_COUNTED)}
@@ -159,7 +155,9 @@ class FileCache:
         return shelf
 
     def _note(self) -> None:
-        self._commons.note(len(self))
+        pid = os.getpid()
+        shelves = list(self._shelves.values())
+        self._commons.note(sum(len(shelf.handles) for shelf in shelves if shelf.pid == pid))
 
     # Other processes ------------------------------------------------------------------------------------------------
 
@@ -211,6 +209,8 @@ def _only_reads(handle: Any) -> bool:
     """Closing it can write nothing."""
     if isinstance(handle, zipfile.ZipFile):
         return handle.mode == "r"
+    if hasattr(getattr(handle, "id", None), "valid"):  # h5py's
+        return getattr(handle, "mode", "") == "r"
     return isinstance(handle, io.IOBase) and not handle.closed and not handle.writable()
 
 
