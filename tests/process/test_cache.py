@@ -406,3 +406,19 @@ def holders(name):
         except OSError:
             continue
     return found
+
+
+def test_another_generator_behind_numpys_functions():
+    """Looking for draws must not disturb who has put one there."""
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import numpy as np; np.random.set_bit_generator(np.random.PCG64(1))\n"
+        "from holdfast import CachedDataset\n"
+        "class Drawn(list):\n"
+        "    def __getitem__(self, index):\n"
+        "        return np.random.rand() if index else index\n"
+        "cached = CachedDataset(Drawn([0, 1]), '1MiB')\n"
+        "cached[0]; print(cached.figures()['random']); cached[1]; print(cached.figures()['random'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert ended.stdout.split() == ["0", "1"], ended.stderr

@@ -267,6 +267,44 @@ def test_more_processes_than_seats():
     assert commons.total(0) == 0
 
 
+@pytest.mark.parametrize("where", ["_write", "_commit", "barrier"])
+def test_a_writer_killed_in_the_middle_leaves_nothing(where, monkeypatch):
+    """With half a record written; with a whole one, not yet committed; with a segment neither full nor empty."""
+    store = Store(400, 2 * MIB, "oldest")
+    for i in range(100):
+        store.put(i, record(i, 30_000))
+
+    def die(*arguments):
+        if where == "_write":
+            write(store, *arguments[1:2], arguments[2], arguments[3][:1], *arguments[4:])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write = Store._write
+
+    def child():
+        monkeypatch.setattr(store_module if where == "barrier" else Store, where, die)
+        for i in range(200, 300):
+            store.put(i, record(i, 30_000))
+
+    assert joined([forked(child)]) == [signal.SIGKILL]
+    assert all(store.get(i) is None for i in range(200, 300))
+    for i in range(300, 400):
+        assert store.put(i, record(i, 30_000)) is Put.STORED
+    found = [i for i in range(400) if store.get(i) is not None]
+    assert len(found) * 30_000 > 0.6 * store.room
+    for i in found:
+        check(i, store.get(i))
+
+
+def test_no_part_of_a_core_dump():
+    commons = Commons("dump", 4096)
+    with open("/proc/self/smaps") as file:
+        mapping = file.read().split("memfd:holdfast-dump")[1]
+    flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags"))
+    assert " dd " in f"{flags} "
+    assert commons.seat == 0
+
+
 def test_somebody_closed_all_descriptors_after_the_fork():
     """What is mapped is still read; nothing is written, and nobody else's descriptor is touched."""
     store = Store(10, 4 * MIB, "never")

@@ -15,15 +15,16 @@ import copy
 import logging
 import operator
 import pickle
+import random
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.diagnose.machine import read_machine
-from holdfast.loader import seeds
 from holdfast.policy import parse_bytes
 from holdfast.shm.pack import Packer
 from holdfast.shm.place import FileSpace
@@ -148,6 +149,8 @@ class CachedDataset(Dataset[Any]):
         if parts is not None:
             try:
                 (sample,) = pickle.loads(parts[0], buffers=parts[1:])
+            except MemoryError:
+                raise
             except Exception:  # user code: it pickles, and cannot be unpickled
                 count(UNPICKLABLE)
             else:
@@ -160,9 +163,9 @@ class CachedDataset(Dataset[Any]):
         if not self._looks:
             return self.dataset[key]
         self._looks -= 1
-        before = seeds.save()
+        before = _generators()
         sample = self.dataset[key]
-        if not _same(before, seeds.save()):
+        if _generators() != before:
             self._store.commons.count(RANDOM)
             if self._store.commons.total(RANDOM) == 1:
                 _LOG.warning(
@@ -181,6 +184,9 @@ class CachedDataset(Dataset[Any]):
             return
         try:
             parts = self._pack(sample)
+        except MemoryError:
+            store.commons.count(NO_ROOM)  # not even to pack it: the sample itself is well
+            return
         except Exception:  # user code: __reduce__, __getstate__
             store.commons.count(UNPICKLABLE)
             return
@@ -266,11 +272,9 @@ def _warn_if_it_does_not_fit(size: int) -> None:
         )
 
 
-def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether torch's, Python's and numpy's generator are where they were."""
-    return (
-        torch.equal(before[0], after[0])
-        and before[1] == after[1]
-        and bool((before[2][1] == after[2][1]).all())
-        and before[2][2:] == after[2][2:]
-    )
+def _generators() -> tuple[Any, ...]:
+    """Where torch's, Python's and numpy's are. (A draw from numpy's usual one moves its place; others are short.)"""
+    numpys: Any = np.random.get_state(legacy=False)
+    inner = numpys["state"]
+    place = (inner["pos"] if "pos" in inner else repr(inner)), numpys.get("has_gauss")
+    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), place
