@@ -267,27 +267,48 @@ def test_more_processes_than_seats():
     assert commons.total(0) == 0
 
 
-@pytest.mark.parametrize("where", ["_write", "_commit", "barrier"])
-def test_a_writer_killed_in_the_middle_leaves_nothing(where, monkeypatch):
-    """With half a record written; with a whole one, not yet committed; with a segment neither full nor empty."""
+def die_with_half_a_record(self, segment, index, parts, sizes, used):
+    half = [part[: len(part) // 2] for part in parts]
+    _write(self, segment, index, half, sizes, used)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_it_counts(self, index, segment, offset):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_a_segment_neither_full_nor_empty(self, segment):
+    self._generations[segment] += 1
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_write = Store._write
+
+
+@pytest.mark.parametrize(
+    ("where", "die"),
+    [
+        ("_write", die_with_half_a_record),
+        ("_commit", die_before_it_counts),
+        ("_begin", die_with_a_segment_neither_full_nor_empty),
+    ],
+)
+def test_a_writer_killed_in_the_middle_leaves_nothing(where, die, monkeypatch):
     store = Store(400, 2 * MIB, "oldest")
     for i in range(100):
         store.put(i, record(i, 30_000))
 
-    def die(*arguments):
-        if where == "_write":
-            write(store, *arguments[1:2], arguments[2], arguments[3][:1], *arguments[4:])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    write = Store._write
-
     def child():
-        monkeypatch.setattr(store_module if where == "barrier" else Store, where, die)
+        monkeypatch.setattr(Store, where, die)
         for i in range(200, 300):
             store.put(i, record(i, 30_000))
 
     assert joined([forked(child)]) == [signal.SIGKILL]
-    assert all(store.get(i) is None for i in range(200, 300))
+    for i in range(400):
+        parts = store.get(i)
+        assert parts is None or (i < 300 if where == "_begin" else i < 100)
+        if parts is not None:
+            check(i, parts)
     for i in range(300, 400):
         assert store.put(i, record(i, 30_000)) is Put.STORED
     found = [i for i in range(400) if store.get(i) is not None]
