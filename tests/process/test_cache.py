@@ -234,6 +234,16 @@ def test_keys_that_are_no_index_are_passed_through_and_counted():
     assert cached.figures()["hits"] == 5
 
 
+def test_keys_that_only_look_like_an_index():
+    """A tensor gives another shape for each of them."""
+    table = torch.arange(12).view(4, 3)
+    cached = CachedDataset(table, "1MiB")
+    for _ in range(2):
+        for key in (1, True, torch.tensor([1]), torch.tensor(True), slice(0, 2), [1], np.array([1])):
+            assert torch.equal(cached[key], table[key]), key
+    assert (cached.figures()["hits"], cached.figures()["odd_keys"]) == (1, 12)
+
+
 def test_samples_come_back_as_they_were():
     samples = [
         {"image": torch.rand(3, 8, 8), "box": np.arange(4.0), "name": "a", "none": None},

@@ -134,6 +134,8 @@ class CachedDataset(Dataset[Any]):
     def _index(self, key: Any) -> int | None:
         """None for what is not kept: a key that is no whole number, or none of this dataset's first length."""
         if type(key) is not int:
+            if isinstance(key, bool) or getattr(key, "ndim", None) or getattr(key, "dtype", None) is torch.bool:
+                return None  # a tensor in the dataset takes these for something else than their number
             try:
                 key = operator.index(key)
             except TypeError:
@@ -196,7 +198,10 @@ class CachedDataset(Dataset[Any]):
 
     def _pack(self, sample: Any) -> list[memoryview]:
         """Spec and buffers."""
-        packer = self._packers.pop() if self._packers else Packer()
+        try:
+            packer = self._packers.pop()
+        except IndexError:
+            packer = Packer()
         draft = _Draft()
         _, buffers, spec_bytes = packer.pack([sample], draft)  # (in a list: nothing that Packer knows a short way for)
         self._packers.append(packer)
