@@ -5,7 +5,7 @@ core/            decides: the ledger; no I/O, no clock
 shm/             shared memory: who owns which bytes
 local/           workers as processes of this machine: host, keeper, worker, pulse
 diagnose/        why it happened: findings, report
-loader/          the DataLoader; iterator.py is the main path
+loader/          the DataLoader, where iterator.py is the main path; CachedDataset and FileCache
 testing/         faults to inject, for our tests and yours
 cli/             the command line
 
@@ -25,15 +25,19 @@ from holdfast.errors import (
     TooManyBad,
     WorkerLost,
 )
+from holdfast.loader.cached import CachedDataset
 from holdfast.loader.dataloader import DataLoader
+from holdfast.loader.files import FileCache
 from holdfast.policy import Policy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchTimeout",
+    "CachedDataset",
     "CannotSend",
     "DataLoader",
+    "FileCache",
     "HoldfastError",
     "Incident",
     "LoaderTorn",

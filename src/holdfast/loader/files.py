@@ -1,0 +1,223 @@
+"""FileCache: open files kept for the next time, a bounded number, never shared across a fork.
+
+    files = FileCache(64, opener=h5py.File, mode="r")
+    files[path]["images"][index]
+
+Each thread of each process has a *shelf* of its own, of `size` handles: a handle has a position and is used by one
+thread at a time, and nobody closes it while another thread reads. The least recently used one is closed when one more
+is opened. So a handle is to be used at once and asked for again the next time, not kept.
+
+After a fork the child finds the parent's handles on the shelf. It never uses them: two processes would move one
+position. What is known to be open for reading only (Python's files, zip archives, HDF5) is closed, which in the child
+closes a copy of the descriptor and writes nothing. HDF5 must be: it would not open a file again that it knows to be
+open, and would read with the parent's descriptor. (It also takes back its advisory lock of that file.) All others are
+*parked*, kept for ever without being looked at: to close or to collect them might write the parent's unwritten bytes a
+second time. That costs the child their descriptors, `size` at most per thread of the parent.
+"""
+
+import ctypes
+import errno
+import io
+import os
+import threading
+import weakref
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from holdfast.shm.commons import Address, Commons
+
+HITS, MISSES, EVICTED = range(3)
+_COUNTED = ("hits", "misses", "evicted")
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class _Shelf:
+    """One thread's handles, the least recently used first."""
+
+    __slots__ = ("handles", "pid")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.handles: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
+
+
+class FileCache:
+    """Open handles by path, at most `size` in each thread.
+
+    size: how many handles stay open.
+    opener: `open`, `h5py.File`, `zipfile.ZipFile`, `PIL.Image.open`: anything that takes a path first and returns
+        something with `close()`.
+    arguments: given to the opener after the path, each time.
+
+    A file that is replaced on disk is not noticed: the handle goes on showing the old one, until it is evicted or
+    `forget` is called. A handle comes as it was left: seek before reading. One that the user closed is opened anew.
+    """
+
+    def __init__(self, size: int, /, *arguments: Any, opener: Callable[..., Any] = open, **options: Any) -> None:
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"FileCache({size!r}): size must be a whole number, 1 or more")
+        self._size = size
+        self._opener = opener
+        self._arguments = arguments
+        self._options = options
+        self._make(Commons("files", 0))
+
+    def _make(self, commons: Commons) -> None:
+        self._commons = commons
+        self._shelves: dict[int, _Shelf] = {}
+        weakref.finalize(self, _leave, self._shelves)
+
+    # Use ------------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, path: Any) -> Any:
+        """The open handle of this path."""
+        return self.open(path)
+
+    def open(self, path: Any, *arguments: Any, **options: Any) -> Any:
+        """The same with arguments for the opener, behind and above those of the cache. They are part of the key."""
+        shelf = self._shelf()
+        key = (_plain(path), arguments, tuple(sorted(options.items())))
+        handle = shelf.handles.get(key)
+        if handle is not None and not _is_closed(handle):
+            shelf.handles.move_to_end(key)
+            self._commons.count(HITS)
+            return handle
+        self._commons.count(MISSES)
+        shelf.handles.pop(key, None)
+        self._evict(shelf, self._size - 1)
+        handle = self._opened(shelf, path, arguments, options)
+        shelf.handles[key] = handle
+        self._note()
+        return handle
+
+    def _opened(self, shelf: _Shelf, path: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        arguments, options = self._arguments + arguments, self._options | options
+        try:
+            return self._opener(path, *arguments, **options)
+        except OSError as error:
+            if error.errno not in _OUT_OF_DESCRIPTORS or not shelf.handles:
+                raise
+        self._evict(shelf, len(shelf.handles) // 2)
+        return self._opener(path, *arguments, **options)
+
+    def _evict(self, shelf: _Shelf, keep: int) -> None:
+        """Close the least recently used down to so many. What `close` raises is the user's to see: unwritten bytes."""
+        while len(shelf.handles) > keep:
+            _, handle = shelf.handles.popitem(last=False)
+            self._commons.count(EVICTED)
+            self._note()
+            _close(handle)
+
+    def forget(self, path: Any) -> None:
+        """Close what this thread has open of this path, under whatever arguments."""
+        shelf = self._shelf()
+        for key in [key for key in shelf.handles if key[0] == _plain(path)]:
+            _close(shelf.handles.pop(key))
+        self._note()
+
+    def close(self) -> None:
+        """Close all handles of this process, also those of its other threads. It can be used again afterwards."""
+        self._shelf()
+        for shelf in list(self._shelves.values()):
+            while shelf.handles:
+                _close(shelf.handles.popitem()[1])
+        self._note()
+
+    def figures(self) -> dict[str, int | float]:
+        """hits, misses, evicted and hit_rate over all processes so far, and handles open now in the living ones."""
+        figures: dict[str, int | float] = {name: self._commons.total(i) for i, name in enumerate(_COUNTED)}
+        asked = figures["hits"] + figures["misses"]
+        figures["hit_rate"] = figures["hits"] / asked if asked else 0.0
+        figures["open"] = self._commons.now()
+        return figures
+
+    # Shelves --------------------------------------------------------------------------------------------------------
+
+    def _shelf(self) -> _Shelf:
+        shelf = self._shelves.get(threading.get_ident())
+        return shelf if shelf is not None and shelf.pid == os.getpid() else self._new_shelf()
+
+    def _new_shelf(self) -> _Shelf:
+        pid, thread = os.getpid(), threading.get_ident()
+        threading.current_thread()  # now it is among the living below, whoever started it
+        living = {each.ident for each in threading.enumerate()}
+        for owner, shelf in list(self._shelves.items()):
+            if shelf.pid != pid:
+                # Another thread of the parent may have been in the middle of a read, and hold the handle's lock.
+                _put_aside(shelf, close=owner == thread)
+                self._shelves.pop(owner, None)
+            elif owner not in living:
+                self._shelves.pop(owner, None)
+                _close_all(shelf)
+        shelf = self._shelves[thread] = _Shelf(pid)
+        return shelf
+
+    def _note(self) -> None:
+        pid = os.getpid()
+        shelves = list(self._shelves.values())
+        self._commons.note(sum(len(shelf.handles) for shelf in shelves if shelf.pid == pid))
+
+    # Other processes ------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """The settings and where to count; no handles."""
+        return self._size, self._opener, self._arguments, self._options, self._commons.address
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        address: Address
+        self._size, self._opener, self._arguments, self._options, address = state
+        self._make(Commons.find(address) or Commons("files", 0))
+
+
+def _plain(path: Any) -> Any:
+    """A `Path` is the file that its text names."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _is_closed(handle: Any) -> bool:
+    """By its user. (`closed`: Python's files; an archive has lost its file; what h5py opened has an id no more.)"""
+    if isinstance(handle, zipfile.ZipFile):
+        return handle.fp is None
+    if getattr(handle, "closed", False) is True:
+        return True
+    return getattr(getattr(handle, "id", None), "valid", 1) == 0
+
+
+def _close(handle: Any) -> None:
+    close = getattr(handle, "close", None)
+    if callable(close):
+        close()
+
+
+def _close_all(shelf: _Shelf) -> None:
+    while shelf.handles:
+        _close(shelf.handles.popitem()[1])
+
+
+def _put_aside(shelf: _Shelf, *, close: bool) -> None:
+    """In a forked child: handles of the parent."""
+    for handle in shelf.handles.values():
+        if close and _only_reads(handle):
+            _close(handle)
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))  # parked: nothing will ever collect it
+
+
+def _only_reads(handle: Any) -> bool:
+    """Closing it can write nothing."""
+    if isinstance(handle, zipfile.ZipFile):
+        return handle.mode == "r"
+    if hasattr(getattr(handle, "id", None), "valid"):  # h5py's
+        return getattr(handle, "mode", "") == "r"
+    return isinstance(handle, io.IOBase) and not handle.closed and not handle.writable()
+
+
+def _leave(shelves: dict[int, _Shelf]) -> None:
+    """The cache is gone, or the interpreter ends."""
+    for shelf in shelves.values():
+        if shelf.pid == os.getpid():
+            _close_all(shelf)
+        else:
+            _put_aside(shelf, close=False)
