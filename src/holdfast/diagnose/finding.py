@@ -50,6 +50,8 @@ class Case:
     start_method: str = "fork"
     again: Again | None = None
     did: str = ""
+    at: float = 0.0
+    """When the trainer learned of it, in seconds since 1970; 0 when nobody looked at the clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
 SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
 FIELDS = 15
+# The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
+GIL = 127
 # From here on in the page: who sent the last signal, see local/sender.py.
 _SENDER_AT = 1024
 
@@ -26,6 +28,7 @@ class Pulse:
         self._memory = memory
         self.words = memory.view[start : start + PAGE].cast("q")
         self.sender = SenderNote(memory, start + _SENDER_AT, PAGE - _SENDER_AT)
+        self.gil_address = memory.address + start + GIL * 8
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
