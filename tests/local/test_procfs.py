@@ -63,9 +63,8 @@ def test_children_and_threads():
         child = int(other.stdout.readline())
         try:
             until(lambda: procfs.system_call(other.pid)[0] in ("wait4", "waitid"))
-            assert procfs.children(other.pid) == ((child, "sleep 60"),)
-            (thread,) = procfs.other_threads(other.pid)
-            assert thread.endswith(" S")
+            until(lambda: procfs.children(other.pid) == ((child, "sleep 60"),))
+            until(lambda: [thread[-2:] for thread in procfs.other_threads(other.pid)] == [" S"])
         finally:
             subprocess.run(["kill", str(child)], check=True)
             other.wait()
