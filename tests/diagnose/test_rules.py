@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.diagnose.finding import Case, find
+from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL
 from holdfast.local.cgroups import Group
 from holdfast.local.evidence import Evidence, View
@@ -83,6 +83,18 @@ def test_other_senders():
     assert "sender unknown" in named(replace(SENT, evidence=seen())).seen[0]
     terminal = replace(SENT, code=signal.SIGINT, evidence=seen(sender=Sender(0, 0, 0x80, ())))
     assert named(terminal).name == "interrupted"
+
+
+def test_who_signals_the_trainer():
+    mine = replace(SENT, worker=TRAINER)
+    yarn = "/usr/bin/java -Dproc_nodemanager org.apache.hadoop.yarn.server.nodemanager.NodeManager"
+    told = named(replace(mine, evidence=seen(sender=Sender(9, 0, 0, ((9, yarn),)))))
+    assert told.name == "trainer-signalled"
+    assert told.says.startswith("YARN sent SIGTERM") and "250 ms" in told.says
+    shell = named(replace(mine, evidence=seen(sender=Sender(9, 0, 0, ((9, "bash stop.sh"),)))))
+    assert shell.name == "trainer-signalled" and "bash stop.sh" in shell.seen[0]
+    terminal = replace(mine, code=signal.SIGINT, evidence=seen(sender=Sender(0, 0, 0x80, ())))
+    assert named(terminal).says == "Ctrl-C was pressed"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from holdfast.local.discreet import mask
         ("fetch s3://ABC@bucket/x", "fetch s3://***@bucket/x"),
         ("curl -H Authorization: Bearer abcdefghijkl https://host", "curl -H Authorization: Bearer *** https://host"),
         ("get https://host/x?token=abc&page=2", "get https://host/x?token=***&page=2"),
+        ('run --env {"AWS_SECRET": "x", "HOME": "/root"}', 'run --env {"AWS_SECRET": ***, "HOME": "/root"}'),
         ("get https://host/x?sig=abc&page=2", "get https://host/x?sig=***&page=2"),
     ],
 )

@@ -12,6 +12,9 @@ from holdfast.core.messages import Cause, Stage
 from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised
 
+# The `worker` of a case that is about another process of ours.
+KEEPER, TRAINER = -1, -2
+
 Confidence = Literal["certain", "likely", "possible"]
 What = Literal["exited", "silent", "signal", "raised", "retried", "boot"]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.diagnose.finding import Again, Case, Finding, find
+from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.native import tells
 from holdfast.diagnose.runfolder import RunFolder
@@ -125,7 +125,7 @@ def _traceback(case: Case) -> str:
 
 
 def _headline(case: Case, finding: Finding) -> str:
-    who = f"worker {case.worker}" if case.worker >= 0 else "the keeper"
+    who = {KEEPER: "the keeper", TRAINER: "the trainer"}.get(case.worker, f"worker {case.worker}")
     match case.what:
         case "exited":
             end = _end(case)
@@ -160,6 +160,8 @@ def _end(case: Case) -> str:
 
 def where(case: Case) -> str:
     """ "while loading index 4711 (batch 88, attempt 2)": the same words everywhere."""
+    if case.worker == TRAINER:
+        return f"(pid {case.pid})"
     if case.task is None:
         if case.stage in (Stage.BOOT, Stage.INIT):
             return "while starting"

@@ -28,6 +28,8 @@ struct note {
 
 static struct note *page;
 static int64_t room;
+static int wake = -1; /* an eventfd: somebody waits for notes */
+static pid_t owner;   /* whose signals are noted: a fork of it that has not installed its own only does the rest */
 static struct sigaction before[NSIG];
 
 static size_t put_number(char *to, int64_t value) {
@@ -102,12 +104,20 @@ static void go_on(int number, siginfo_t *info, void *context) {
     struct sigaction *old = &before[number];
     if (old->sa_flags & SA_SIGINFO)
         old->sa_sigaction(number, info, context);
-    else if (old->sa_handler != SIG_DFL && old->sa_handler != SIG_IGN)
+    else if (old->sa_handler == SIG_DFL) { /* delivered when we return: until then all signals are blocked */
+        sigaction(number, old, NULL);
+        raise(number);
+    } else if (old->sa_handler != SIG_IGN)
         old->sa_handler(number);
 }
 
 static void note(int number, siginfo_t *info, void *context) {
     int saved = errno;
+    if (getpid() != owner) {
+        go_on(number, info, context);
+        errno = saved;
+        return;
+    }
     int fault = info->si_code > 0 && (number == SIGBUS || number == SIGSEGV);
     page->number = number;
     page->pid = fault ? 0 : info->si_pid;
@@ -128,6 +138,11 @@ static void note(int number, siginfo_t *info, void *context) {
     }
     page->length = (int64_t)at;
     page->serial++;
+    if (wake >= 0) {
+        uint64_t one = 1;
+        ssize_t written = write(wake, &one, sizeof one);
+        (void)written;
+    }
     go_on(number, info, context);
     errno = saved;
 }
@@ -153,11 +168,15 @@ static void look_at_gil(int number, siginfo_t *info, void *context) {
     errno = saved;
 }
 
-/* install(address, size, numbers): from now on, signals with these numbers are noted at that address first. */
+/* install(address, size, numbers, wake=-1): from now on, signals with these numbers are noted at that address first, and
+the eventfd `wake` is written to. */
 static PyObject *install(PyObject *module, PyObject *args) {
     Py_ssize_t address, size;
     PyObject *numbers;
-    if (!PyArg_ParseTuple(args, "nnO!", &address, &size, &PyTuple_Type, &numbers)) return NULL;
+    int waiting = -1;
+    if (!PyArg_ParseTuple(args, "nnO!|i", &address, &size, &PyTuple_Type, &numbers, &waiting)) return NULL;
+    owner = getpid();
+    wake = waiting;
     page = (struct note *)address;
     room = size - (Py_ssize_t)sizeof(struct note);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); i++) {
@@ -194,7 +213,7 @@ static PyObject *watch_gil(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"watch_gil", watch_gil, METH_VARARGS, "watch_gil(address, number): see the source."},
-    {"install", install, METH_VARARGS, "install(address, size, numbers): see the source."},
+    {"install", install, METH_VARARGS, "install(address, size, numbers, wake=-1): see the source."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sender", NULL, -1, methods};

@@ -8,7 +8,7 @@ _SECRET = r"[\w.-]*(?:pass(?:word|wd|phrase|code)?|token|secret|credentials?|api
 _OPTION = re.compile(rf"(?i)(?<!\S)(--?{_SECRET})(=|\s+)(\"[^\"]*\"|'[^']*'|\S+)")
 # PASSWORD=x, api_key=x, -Dspark.secret=x, "token": x, ...?key=x&sig=y
 _PAIR = re.compile(
-    rf"(?i)((?:\b|-D){_SECRET}|[?&;](?:key|sig|signature)|(?<!\S)key)(=|:\s?)(\"[^\"]*\"|'[^']*'|[^\s&;,]+)"
+    rf"(?i)((?:\b|-D){_SECRET}|[?&;](?:key|sig|signature)|(?<!\S)key)([\"']?(?:=|:\s?))(\"[^\"]*\"|'[^']*'|[^\s&;,]+)"
 )
 # scheme://user:password@host
 _IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@]+@", re.IGNORECASE)

@@ -79,10 +79,15 @@ class SenderNote:
     def _serial(self) -> int:
         return int(_NOTE.unpack_from(self._view)[0])
 
-    def install(self, numbers: tuple[int, ...]) -> None:
-        """Which process: the one that gets the signals, after its own handlers are in place."""
+    def install(self, numbers: tuple[int, ...], wake: int = -1) -> None:
+        """Which process: the one that gets the signals, after its own handlers are in place. `wake`: an eventfd."""
         if install is not None:
-            install(self._address, self._size, numbers)
+            install(self._address, self._size, numbers, wake)
+
+    @property
+    def number(self) -> int:
+        """The signal that was noted last."""
+        return int(_NOTE.unpack_from(self._view)[1])
 
     def last(self, number: int) -> Sender | None:
         """Who sent the last signal, if it had this number and was not told before. Which process: the keeper."""
@@ -108,6 +113,11 @@ class SenderNote:
 
     def _text(self, length: int) -> str:
         return bytes(self._view[_NOTE.size : _NOTE.size + length]).decode(errors="replace")
+
+
+def can_note() -> bool:
+    """False when built without a compiler: senders stay unknown then."""
+    return install is not None
 
 
 def note_gil(address: int, number: int) -> None:
