@@ -7,10 +7,12 @@ anything lies off its diagonal: python -m tests.faults.causes [words of a cause'
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import json
 import mmap
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections import Counter
@@ -30,7 +33,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
-from holdfast.local import spy
+from holdfast.diagnose.finding import TRAINER
+from holdfast.local import keeper, spy
+from holdfast.local.sender import can_note
 from holdfast.testing.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +63,58 @@ class Faulty(Dataset):
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def machine_code(code: bytes) -> Callable[[], None]:
+    """Really executed, here: as a library would that was built for another processor, or divides by zero."""
+
+    def fault() -> None:
+        page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        page.write(code)
+        ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+
+    return fault
+
+
+UNDEFINED = machine_code(b"\x0f\x0b")
+DIVIDE = machine_code(b"\x31\xc9\xb8\x01\x00\x00\x00\x99\xf7\xf9")  # xor ecx,ecx; mov eax,1; cdq; idiv ecx
+
+
+def uninterruptible() -> None:
+    """A vfork whose child does not end: until then its parent waits in the kernel, in state D."""
+    libc = ctypes.PyDLL(None)
+    if libc.vfork() == 0:
+        libc.sleep(4)
+        libc._exit(0)
+
+
+def locked_file() -> None:
+    with open(os.environ["T"], "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def lock_the_file() -> None:
+    file = open(os.environ["T"], "w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    KEPT.append(file)
+
+
+def control_c() -> None:
+    """Typed into the terminal that this runs in."""
+    with open("/dev/tty", "wb") as terminal:
+        fcntl.ioctl(terminal, termios.TIOCSTI, b"\x03")
+    time.sleep(0.3)
+
+
+def refused() -> None:
+    """The first time nobody listens; the service is there again a moment later."""
+    socket.create_connection(("127.0.0.1", 1), timeout=5)
+
+
+def trainer_signalled() -> None:
+    keeper = os.getppid()
+    trainer = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+    subprocess.run(["bash", "-c", f"kill {trainer}; sleep 0.5; true"], check=True)
 
 
 def fifo() -> None:
@@ -339,13 +396,45 @@ CAUSES = [
         ("RLIMIT_AS",),
         before=lambda: resource.setrlimit(resource.RLIMIT_AS, (12 << 30, resource.RLIM_INFINITY)),
     ),
-    Cause("SIGKILL from outside", "worker-killed", killed_by(signal.SIGKILL), ("not the kernel for memory",)),
+    Cause("absurd allocation", "allocation-refused", FAULTS["out-of-memory"], ("MemoryError",)),
+    Cause("SIGKILL from outside", "worker-killed", signalled("kill -9 {pid}"), ("not the kernel for memory",)),
+    Cause("SIGKILL of its own", "worker-killed", killed_by(signal.SIGKILL), ("not the kernel for memory",)),
+    *(
+        Cause(
+            f"SIG{name} by a shell",
+            "worker-signalled",
+            signalled(f"kill -{name} {{pid}}; sleep 0.3; true"),
+            (f"SIG{name}", "bash -c kill"),
+        )
+        for name in ("INT", "HUP", "USR1")
+    ),
+    Cause(
+        "Ctrl-C in the terminal",
+        "interrupted",
+        control_c,
+        ("Ctrl-C",),
+        within="script -qec '{run}' /dev/null",
+        before=lambda: signal.signal(signal.SIGINT, lambda number, frame: None),
+        needs="script",
+    ),
+    Cause(
+        "SIGTERM to the trainer",
+        "trainer-signalled",
+        trainer_signalled,
+        ("bash -c kill", "the trainer was sent SIGTERM"),
+        within="bash -c 'HOLDFAST_RUN_DIR=$T exec {under_run}'",
+        before=lambda: signal.signal(signal.SIGTERM, lambda number, frame: None),
+        which=-1,
+    ),
     Cause("SIGTERM by a shell", "worker-signalled", signalled("kill {pid}; sleep 0.3; true"), ("bash -c kill",)),
     Cause("SIGTERM by a JVM", "terminated-by-scheduler", signalled(JVM), ("java", "JVM"), {"sample_timeout": 60}),
     Cause("segmentation fault", "worker-segfault", FAULTS["segfault"], ("SIGSEGV",)),
     Cause("abort", "worker-aborted", FAULTS["abort"], ("SIGABRT",)),
     Cause(
-        "SIGSEGV by a shell", "worker-terminated", signalled("kill -SEGV {pid}; sleep 0.3"), ("from outside", "bash")
+        "SIGSEGV by a shell",
+        "worker-terminated",
+        signalled("kill -SEGV {pid}; sleep 0.3; true"),
+        ("from outside", "bash"),
     ),
     Cause(
         "SIGTERM to the group",
@@ -368,14 +457,23 @@ CAUSES = [
         "mapped file cut short and removed", "worker-bus-error", cut_short_and_removed, ("SIGBUS",), confidence="likely"
     ),
     Cause("mapping in a full /dev/shm", "worker-bus-error", shm_full, ("/dev/shm is full",), within=SMALL_SHM),
-    Cause("illegal instruction", "worker-illegal-instruction", killed_by(signal.SIGILL), ("SIGILL",)),
-    Cause("division by zero in C", "worker-arithmetic-fault", killed_by(signal.SIGFPE), ("SIGFPE",)),
+    Cause("illegal instruction", "worker-illegal-instruction", UNDEFINED, ("SIGILL",), needs="x86_64"),
+    Cause("division by zero in C", "worker-arithmetic-fault", DIVIDE, ("SIGFPE",), needs="x86_64"),
     Cause("sys.exit", "sample-raised", FAULTS["sys-exit"], ("SystemExit",)),
     Cause("os._exit", "worker-exited", FAULTS["os-exit"], ("exit code 5",)),
     Cause("another fatal signal", "worker-terminated", killed_by(signal.SIGALRM), ("SIGALRM",)),
     Cause("stopped", "worker-stopped", FAULTS["sigstop"], ("SIGSTOP",), SLOW),
     Cause("sleeps", "sample-hung", FAULTS["hang"], ("time.sleep",), SLOW),
     Cause("reads a FIFO", "hang-io", fifo, ("read", "os.read(fd, 1)"), SLOW),
+    Cause(
+        "silent, without a deadline",
+        "worker-silent",
+        lambda: time.sleep(3),
+        ("said nothing", "time.sleep(3)"),
+        before=lambda: setattr(keeper, "SILENT_S", 0.8),
+    ),
+    Cause("in the kernel's own wait", "hang-uninterruptible", uninterruptible, ("state D",), SLOW),
+    Cause("waits for a file lock", "hang-io", locked_file, ("flock", "/file"), SLOW, before=lock_the_file),
     Cause("opens a FIFO that nobody writes", "hang-io", fifo_without_a_writer, ("openat", "feed"), SLOW),
     Cause("waits for a service of this machine", "hang-io", service_of_this_machine, ("unix socket",), SLOW),
     Cause("waits for a program's end", "hang-child", program, ("sleep 9",), SLOW, confidence="certain"),
@@ -517,6 +615,13 @@ CAUSES = [
         raiser(RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")),
     ),
     Cause(
+        "service that refuses at first",
+        "sample-retried",
+        refused,
+        ("ConnectionRefused",),
+        {"retries": 2, "retry_delay": 0.01},
+    ),
+    Cause(
         "flaky service", "sample-retried", FAULTS["raise-os-error"], ("attempt 2",), {"retries": 3, "retry_delay": 0.01}
     ),
 ]
@@ -543,15 +648,33 @@ def observe(cause: Cause) -> list[dict[str, Any]]:
             if next(iterator, None) is None:
                 break
     iterator._shutdown_workers()
-    return json.loads(loader.report().to_json())["incidents"]
+    incidents = json.loads(loader.report().to_json())["incidents"]
+    return incidents + told_by_the_witness() if cause.finding == "trainer-signalled" else incidents
+
+
+def told_by_the_witness() -> list[dict[str, Any]]:
+    """What `holdfast run` keeps of the trainer itself."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        kept = [json.loads(line) for path in Path(os.environ["T"]).glob("*.jsonl") for line in open(path)]
+        if mine := [incident for incident in kept if incident["worker"] == TRAINER]:
+            return mine
+        time.sleep(0.05)
+    return []
 
 
 def missing(cause: Cause) -> str:
     """Why it cannot be made here; "" when it can."""
     if "java" in repr(cause.words) and shutil.which("java") is None:
         return "no JVM here"
-    if cause.needs == "py-spy" and spy.find() is None:
-        return "py-spy is not installed"
+    if cause.needs == "py-spy":
+        return "" if spy.find() is not None else "py-spy is not installed"
+    if cause.needs == "x86_64":
+        return "" if platform.machine() == cause.needs else "machine code of another processor"
+    if cause.needs and shutil.which(cause.needs) is None:
+        return f"there is no program {cause.needs}"
+    if cause.finding == "trainer-signalled" and not can_note():
+        return "built without a compiler"
     if (cause.within or cause.finding == "permission-denied") and os.getuid() != 0:
         return "needs root"
     if "/sys/fs/cgroup/" in cause.within and not os.path.isdir("/sys/fs/cgroup/memory"):
@@ -562,7 +685,8 @@ def missing(cause: Cause) -> str:
 def named(cause: Cause) -> tuple[str, str]:
     """(finding, all that was said) of the incident it is about; made in an interpreter of its own."""
     run = f"{sys.executable} -m tests.faults.causes --one {CAUSES.index(cause)}"
-    command = cause.within.replace("{run}", run) if cause.within else run
+    under_run = run.replace(" -m ", " -m holdfast.cli run -m ", 1)
+    command = cause.within.replace("{run}", run).replace("{under_run}", under_run) if cause.within else run
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             ["bash", "-c", command],

@@ -118,7 +118,7 @@ static void note(int number, siginfo_t *info, void *context) {
         errno = saved;
         return;
     }
-    int fault = info->si_code > 0 && (number == SIGBUS || number == SIGSEGV);
+    int fault = info->si_code > 0 && (number == SIGBUS || number == SIGSEGV || number == SIGFPE || number == SIGILL);
     page->number = number;
     page->pid = fault ? 0 : info->si_pid;
     page->uid = fault ? 0 : info->si_uid;

@@ -19,7 +19,6 @@ except ImportError:  # built without a compiler
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 _NOTE = struct.Struct("<7q")  # serial, number, pid, uid, code, bytes of text, address of a fault
-_FAULTS = (signal.SIGBUS, signal.SIGSEGV)
 _MOST = 80  # letters of a command line that are shown
 _FROM_TERMINAL = 0x80  # SI_KERNEL: the kernel, for Ctrl-C
 
@@ -92,7 +91,7 @@ class SenderNote:
     def last(self, number: int) -> Sender | None:
         """Who sent the last signal, if it had this number and was not told before. Which process: the keeper."""
         serial, noted, pid, uid, code, length, _ = _NOTE.unpack_from(self._view)
-        if serial == self._read or noted != number or (code > 0 and number in _FAULTS):
+        if serial == self._read or noted != number or (code > 0 and number in CRASH_SIGNALS):
             return None
         self._read = serial
         pairs = (line.partition("\t") for line in self._text(length).splitlines())
@@ -102,7 +101,7 @@ class SenderNote:
     def fault(self, number: int) -> Fault | None:
         """Which file's mapping the last fault lay in, if it lay in one. Which process: the keeper, after the death."""
         serial, noted, _, _, code, length, address = _NOTE.unpack_from(self._view)
-        if serial == self._read or noted != number or code <= 0 or number not in _FAULTS:
+        if serial == self._read or noted != number or code <= 0 or number not in CRASH_SIGNALS:
             return None
         self._read = serial
         words = self._text(length).split(None, 5)  # range, rights, offset, device, inode, path
