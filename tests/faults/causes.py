@@ -80,6 +80,14 @@ UNDEFINED = machine_code(b"\x0f\x0b")
 DIVIDE = machine_code(b"\x31\xc9\xb8\x01\x00\x00\x00\x99\xf7\xf9")  # xor ecx,ecx; mov eax,1; cdq; idiv ecx
 
 
+def stack_overflow() -> None:
+    sys.setrecursionlimit(10**8)
+    deep: list[Any] = []
+    for _ in range(10**6):
+        deep = [deep]
+    repr(deep)
+
+
 def uninterruptible() -> None:
     """A vfork whose child does not end: until then its parent waits in the kernel, in state D."""
     libc = ctypes.PyDLL(None)
@@ -429,6 +437,7 @@ CAUSES = [
     Cause("SIGTERM by a shell", "worker-signalled", signalled("kill {pid}; sleep 0.3; true"), ("bash -c kill",)),
     Cause("SIGTERM by a JVM", "terminated-by-scheduler", signalled(JVM), ("java", "JVM"), {"sample_timeout": 60}),
     Cause("segmentation fault", "worker-segfault", FAULTS["segfault"], ("SIGSEGV",)),
+    Cause("stack overflow", "worker-segfault", stack_overflow, ("SIGSEGV", "in stack_overflow"), needs="python3.11"),
     Cause("abort", "worker-aborted", FAULTS["abort"], ("SIGABRT",)),
     Cause(
         "SIGSEGV by a shell",
@@ -669,6 +678,8 @@ def missing(cause: Cause) -> str:
         return "no JVM here"
     if cause.needs == "py-spy":
         return "" if spy.find() is not None else "py-spy is not installed"
+    if cause.needs == "python3.11":
+        return "" if sys.version_info[:2] == (3, 11) else "this Python guards its C stack"
     if cause.needs == "x86_64":
         return "" if platform.machine() == cause.needs else "machine code of another processor"
     if cause.needs and shutil.which(cause.needs) is None:
