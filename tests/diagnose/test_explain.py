@@ -160,6 +160,7 @@ def test_a_full_disk_and_full_shared_memory_differ():
     """ENOSPC where a semaphore is made is /dev/shm; anywhere else a disk."""
     assert names("OSError: [Errno 28] No space left on device: 'model.pt'") == ["disk-full"]
     assert names(log("enospc-semaphore")) == ["shm-too-small"]
+    assert names("OSError: [Errno 122] Disk quota exceeded: '/home/me/x'") == ["quota-exceeded"]
 
 
 def test_memory_refused_inside_spark_points_at_its_limit():

@@ -166,6 +166,14 @@ def test_threads_of_a_library_are_lost_in_a_fork():
     assert named(spawned).name == "hang-lock"
 
 
+def test_who_else_could_hold_the_lock_is_listed():
+    others = tuple(f"loader-{i} S" for i in range(6))
+    lock = named(replace(HUNG, evidence=seen(view=View(state="S", call="futex", line="lock.acquire()", others=others))))
+    assert "its other threads: loader-0 S, loader-1 S, loader-2 S, loader-3 S, ..." in lock.seen
+    sleeps = named(replace(HUNG, evidence=seen(view=View(state="S", call="clock_nanosleep", others=others))))
+    assert not any("other threads" in fact for fact in sleeps.seen)
+
+
 def test_frames_of_python_itself_add_nothing():
     view = View(state="S", call="wait4", native=("wait4 (libc.so.6)", "os_waitpid (libpython3.11.so.1.0)"))
     assert not any("py-spy" in fact for fact in named(replace(HUNG, evidence=seen(view=view))).seen)

@@ -698,20 +698,30 @@ def named(cause: Cause) -> tuple[str, str]:
     run = f"{sys.executable} -m tests.faults.causes --one {CAUSES.index(cause)}"
     under_run = run.replace(" -m ", " -m holdfast.cli run -m ", 1)
     command = cause.within.replace("{run}", run).replace("{under_run}", under_run) if cause.within else run
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+    # Into files: a program that a hung worker had started would keep a pipe open.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(f"{folder}/out", "w+") as out,
+        open(f"{folder}/err", "w+") as err,
+    ):
+        process = subprocess.Popen(
             ["bash", "-c", command],
             cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=90,
+            stdout=out,
+            stderr=err,
             start_new_session=True,
             env={**os.environ, "T": f"{folder}/file"},
-            check=False,
         )
-    line = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+        try:
+            process.wait(timeout=90)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said, complaints = (Path(file.name).read_text(errors="replace") for file in (out, err))
+    line = said.strip().splitlines()[-1] if said.strip() else ""
     if not line.startswith("["):
-        return f"no report (status {done.returncode})", done.stdout + done.stderr
+        return f"no report (status {process.returncode})", said + complaints
     incidents = json.loads(line)
     try:
         told = incidents[cause.which]

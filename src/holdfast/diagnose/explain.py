@@ -47,6 +47,7 @@ _CRASHES = (
 )
 _REASONS = (
     "disk-full",
+    "quota-exceeded",
     "stale-file",
     "permission-denied",
     "file-missing",

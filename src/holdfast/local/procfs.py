@@ -88,6 +88,10 @@ _ON_SEVERAL = frozenset(("poll", "ppoll"))
 # A poll over more descriptors than this is a server's, and no single one of them is waited for.
 _MOST_POLLED = 8
 _MOST_PATHS = 3
+# Letters of a command line that are kept; some hold whole scripts. It goes over a socket with the rest.
+_COMMAND = 300
+# Threads that are named one by one.
+_MOST_THREADS = 64
 # The first pid namespace has this fixed number (PROC_PID_INIT_INO).
 _HOST_PIDS = "pid:[4026531836]"
 
@@ -183,7 +187,7 @@ def other_threads(pid: int) -> tuple[str, ...]:
             continue  # it has ended
         if number != str(pid):
             found.append(f"{head.partition('(')[2]} {tail.split()[0]}")
-    return tuple(found)
+    return tuple(found[:_MOST_THREADS])
 
 
 def children(pid: int) -> tuple[tuple[int, str], ...]:
@@ -204,7 +208,7 @@ def command(pid: int) -> str:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
-    return mask(text.replace(b"\0", b" ").decode(errors="replace").strip())
+    return mask(text.replace(b"\0", b" ").decode(errors="replace").strip())[:_COMMAND]
 
 
 def wait_channel(pid: int) -> str:

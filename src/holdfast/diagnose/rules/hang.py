@@ -38,6 +38,9 @@ def _seen(case: Case, view: View) -> tuple[str, ...]:
     library, _ = library_of(view)
     if tells(view):
         seen.append(f"py-spy: in {view.native[0]}" + (f", called by {library}" if library else ""))
+    if view.others and view.call == "futex":
+        more = ", ..." if len(view.others) > _SHOWN else ""
+        seen.append(f"its other threads: {', '.join(view.others[:_SHOWN])}{more}")
     if view.children:
         seen.append("processes it has started: " + _children(view))
     if case.evidence is not None and case.evidence.stack:
