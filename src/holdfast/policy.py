@@ -139,7 +139,7 @@ class Policy:
             if text is None:
                 continue
             try:
-                wanted[field.name] = _PARSERS[field.name](text)
+                wanted[field.name] = PARSERS[field.name](text)
             except (KeyError, ValueError) as error:
                 raise PolicyError(f"HOLDFAST_{field.name.upper()}={text!r} is not understood: {error}") from None
         return cls(**wanted)
@@ -155,7 +155,8 @@ def _memory(text: str) -> int | str | None:
     return int(text) if text.isdigit() else text
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
+# What an environment variable or an option may set, and how its text is read.
+PARSERS: dict[str, Callable[[str], Any]] = {
     "bad_sample": str,
     "retries": int,
     "retry_delay": float,

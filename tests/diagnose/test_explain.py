@@ -93,6 +93,39 @@ def test_a_chain_names_its_root():
     assert {one.follows_from for one in found[1:]} == {("job-over-memory",)}
 
 
+KILLED = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."
+OOM = "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB, file-rss:0kB"
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "oom_at", "follows"),
+    [
+        ("2024-05-01 12:00:05,123 ERROR ", "2024-05-01 12:00:04 host kernel: ", True),
+        ("2024-05-01 12:00:05 ", "2024-05-01 12:00:30 ", True),  # written a little later
+        ("2024-05-01 12:00:05 ", "2024-05-01 14:30:00 ", False),
+        ("[2024-05-01T12:00:05Z] ", "2024-05-01T14:00:00+02:00 ", True),
+        ("24/05/01 12:00:05 ERROR ", "24/05/01 18:00:00 WARN ", False),
+        ("May  1 12:00:05 host ", "May  1 13:00:05 host kernel: ", False),
+        ("E0501 12:00:05.123456 99 ", "E0501 13:00:05.123456 99 ", False),
+        ("[  100.000000] ", "[ 4000.000000] ", False),
+        ("2024-05-01 12:00:05 ", "[ 4000.000000] ", True),  # clocks that cannot be compared
+        ("2024-05-01 12:00:05 ", "[Wed May  1 15:00:05 2024] ", False),
+        ("2024-13-45 12:00:05 ", "2024-05-01 14:30:00 ", True),  # no date
+        ("", "", True),
+    ],
+)
+def test_nothing_follows_from_what_came_after_it(killed_at, oom_at, follows):
+    """Where the log says when, a kill hours before the OOM line had another reason."""
+    for text in (f"{killed_at}{KILLED}\n{oom_at}{OOM}\n", f"{oom_at}{OOM}\n{killed_at}{KILLED}\n"):
+        found = {one.name: one.follows_from for one in explain(text)}
+        assert found == {"worker-oom-killed": (), "worker-killed": ("worker-oom-killed",) if follows else ()}
+
+
+def test_a_traceback_has_the_time_of_its_head():
+    trace = "2024-05-01 12:00:05 ERROR it failed\nTraceback (most recent call last):\n  File x\n" + KILLED
+    assert explain(f"{trace}\n2024-05-01 15:00:00 {OOM}")[1].follows_from == ()
+
+
 def test_an_exception_does_not_explain_a_death():
     """torch sends exceptions to the trainer; a worker that is gone had another reason."""
     found = explain(log("torch-file-missing") + log("torch-exited-unexpectedly"))
@@ -127,6 +160,7 @@ def test_a_full_disk_and_full_shared_memory_differ():
     """ENOSPC where a semaphore is made is /dev/shm; anywhere else a disk."""
     assert names("OSError: [Errno 28] No space left on device: 'model.pt'") == ["disk-full"]
     assert names(log("enospc-semaphore")) == ["shm-too-small"]
+    assert names("OSError: [Errno 122] Disk quota exceeded: '/home/me/x'") == ["quota-exceeded"]
 
 
 def test_memory_refused_inside_spark_points_at_its_limit():

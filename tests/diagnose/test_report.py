@@ -2,11 +2,13 @@
 
 import json
 import signal
+import time
+from dataclasses import replace
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, find
-from holdfast.diagnose.report import BadSample, Record, Report, incident_of
-from holdfast.local.evidence import Evidence
+from holdfast.diagnose.report import KEPT, BadSample, Record, Report, incident_of
+from holdfast.local.evidence import Evidence, View
 
 CRASH = Case(
     what="exited",
@@ -43,13 +45,33 @@ def test_the_text_is_asserted_whole():
 
 def test_same_incidents_are_folded():
     record = Record()
-    for _ in range(7):
-        record.add(incident_of(CRASH))
+    noon = time.mktime((2026, 3, 1, 12, 0, 0, 0, 0, -1))
+    for i in range(7):
+        record.add(incident_of(replace(CRASH, at=noon + 61 * i)))
     record.add_bad(BadSample(123, 88, "SIGSEGV", 2))
     text = str(Report(record, STATS))
-    assert "worker-segfault x7" in text
+    assert "worker-segfault x7, first 12:00:00, last 12:06:06\n" in text
     assert text.count("native code touched") == 1
     assert "index 123 in batch 88" in text
+
+
+def test_the_last_time_is_known_of_incidents_that_are_only_counted():
+    record = Record()
+    noon = time.mktime((2026, 3, 1, 12, 0, 0, 0, 0, -1))
+    for i in range(KEPT + 5):
+        record.add(incident_of(replace(CRASH, at=noon + 86400 * (i == KEPT + 4))))
+    assert f"x{KEPT + 5}, first 2026-03-01 12:00:00, last 2026-03-02 12:00:00" in str(Report(record, STATS))
+
+
+def test_native_frames_stand_behind_the_stack_where_they_tell_more():
+    frames = ("wait (libc.so.6)", "lock_it (libmine.so)")
+    evidence = Evidence(pid=1, stack='File "x.py", line 3 in f', view=View(native=frames))
+    stack = incident_of(replace(CRASH, evidence=evidence)).stack
+    assert stack.startswith('File "x.py"') and stack.endswith(
+        "innermost first:\n  wait (libc.so.6)\n  lock_it (libmine.so)"
+    )
+    plain = Evidence(pid=1, stack='File "x.py", line 3 in f', view=View(native=frames[:1]))
+    assert incident_of(replace(CRASH, evidence=plain)).stack == 'File "x.py", line 3 in f'
 
 
 def test_the_json_is_versioned_and_complete():

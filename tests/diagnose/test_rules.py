@@ -1,18 +1,20 @@
 """Findings are pure functions of evidence: what cannot be made on every machine is asked of made-up evidence."""
 
+import errno
+import os
 import signal
 from dataclasses import replace
 
 import pytest
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.diagnose.finding import Case, find
+from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL
 from holdfast.local.cgroups import Group
 from holdfast.local.evidence import Evidence, View
 from holdfast.local.oom import Oom
-from holdfast.local.raised import capture
-from holdfast.local.sender import Sender
+from holdfast.local.raised import Raised, capture
+from holdfast.local.sender import Fault, Sender
 
 DEAD = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
 HUNG = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.DEADLINE, seconds=2.0, sample_timeout=2.0)
@@ -83,6 +85,18 @@ def test_other_senders():
     assert named(terminal).name == "interrupted"
 
 
+def test_who_signals_the_trainer():
+    mine = replace(SENT, worker=TRAINER)
+    yarn = "/usr/bin/java -Dproc_nodemanager org.apache.hadoop.yarn.server.nodemanager.NodeManager"
+    told = named(replace(mine, evidence=seen(sender=Sender(9, 0, 0, ((9, yarn),)))))
+    assert told.name == "trainer-signalled"
+    assert told.says.startswith("YARN sent SIGTERM") and "250 ms" in told.says
+    shell = named(replace(mine, evidence=seen(sender=Sender(9, 0, 0, ((9, "bash stop.sh"),)))))
+    assert shell.name == "trainer-signalled" and "bash stop.sh" in shell.seen[0]
+    terminal = replace(mine, code=signal.SIGINT, evidence=seen(sender=Sender(0, 0, 0x80, ())))
+    assert named(terminal).says == "Ctrl-C was pressed"
+
+
 @pytest.mark.parametrize(
     ("view", "name"),
     [
@@ -94,6 +108,18 @@ def test_other_senders():
         (View(state="S", call="recvfrom", on="socket"), "hang-network"),
         (View(state="S", call="futex", line="with self.lock:"), "hang-lock"),
         (View(state="R", call="running", busy=0.2), "hang-native"),
+        (View(state="S", call="recvfrom", on="unix socket /run/cache.sock"), "hang-io"),
+        (View(state="S", call="poll", on="unix socket"), "hang-io"),
+        (View(state="S", call="poll", on="unix socket, socket"), "hang-network"),
+        (View(state="S", call="wait4", children=((9, "ffmpeg -i x.mp4"),)), "hang-child"),
+        (View(state="S", call="read", on="pipe", children=((9, "ffmpeg -i x.mp4"),)), "hang-child"),
+        (View(state="S", call="read", on="/data/x.tar", children=((9, "ffmpeg -i x.mp4"),)), "hang-io"),
+        (View(state="S", call="wait4"), "sample-hung"),
+        (View(state="S", call="clock_nanosleep", gil=True), "hang-native"),
+        (View(state="S", call="futex", line="with self.lock:", gil=True), "hang-native"),
+        (View(state="S", call="futex", line="with self.lock:", gil=False), "hang-lock"),
+        (View(state="S", call="read", on="/data/x.tar", gil=True), "hang-io"),
+        (View(state="S", call="clock_nanosleep", gil=False), "sample-hung"),
         (View(state="S", call="clock_nanosleep"), "sample-hung"),
         (View(), "sample-hung"),
     ],
@@ -104,9 +130,98 @@ def test_what_a_hung_worker_waits_for(view, name):
     assert named(silent).name == ("worker-silent" if name == "sample-hung" else name)
 
 
+def test_who_waits_with_the_gil_is_native_code():
+    finding = named(replace(HUNG, evidence=seen(view=View(state="S", call="clock_nanosleep", gil=True))))
+    assert finding.confidence == "certain"
+    assert "holds the GIL" in finding.says
+    assert "its main thread has the GIL" in finding.seen
+
+
+@pytest.mark.parametrize(
+    ("frame", "library"),
+    [
+        ("gomp_team_barrier_wait_end (libgomp.so.1)", "OpenMP"),
+        ("__kmp_fork_barrier (libiomp5.so)", "OpenMP"),
+        ("0x7f00 (cv2.abi3.so)", "OpenCV"),
+        ("H5FD_sec2_read (libhdf5-1a2b.so.310)", "HDF5"),
+        ("grpc_completion_queue_next (cygrpc.cpython-311-x86_64-linux-gnu.so)", "gRPC"),
+        ("decode (libmine.so.2)", "libmine.so.2"),
+    ],
+)
+def test_native_frames_name_the_library(frame, library):
+    frames = ("futex_wait (libc.so.6)", frame, "ffi_call (libffi.so.8)")
+    view = View(state="S", call="futex", gil=True, native=frames)
+    finding = named(replace(HUNG, evidence=seen(view=view)))
+    assert finding.name == "hang-native"
+    assert f"({library})" in finding.says
+    assert any(fact.startswith("py-spy: in futex_wait") and library in fact for fact in finding.seen)
+
+
+def test_threads_of_a_library_are_lost_in_a_fork():
+    view = View(state="S", call="futex", native=("do_wait (libgomp.so.1)",))
+    forked = named(replace(HUNG, evidence=seen(view=view, trainer_threads=8)))
+    assert (forked.name, forked.confidence) == ("fork-after-threads", "likely")
+    assert forked.says.startswith("OpenMP waits") and "OMP_NUM_THREADS=1" in forked.advice
+    spawned = replace(HUNG, start_method="spawn", evidence=seen(view=view, trainer_threads=8))
+    assert named(spawned).name == "hang-lock"
+
+
+def test_who_else_could_hold_the_lock_is_listed():
+    others = tuple(f"loader-{i} S" for i in range(6))
+    lock = named(replace(HUNG, evidence=seen(view=View(state="S", call="futex", line="lock.acquire()", others=others))))
+    assert "its other threads: loader-0 S, loader-1 S, loader-2 S, loader-3 S, ..." in lock.seen
+    sleeps = named(replace(HUNG, evidence=seen(view=View(state="S", call="clock_nanosleep", others=others))))
+    assert not any("other threads" in fact for fact in sleeps.seen)
+
+
+def test_frames_of_python_itself_add_nothing():
+    view = View(state="S", call="wait4", native=("wait4 (libc.so.6)", "os_waitpid (libpython3.11.so.1.0)"))
+    assert not any("py-spy" in fact for fact in named(replace(HUNG, evidence=seen(view=view))).seen)
+
+
+def test_a_bus_error_is_certain_only_when_the_file_is_shorter_than_its_mapping():
+    bus = replace(DEAD, code=signal.SIGBUS)
+    cut = named(replace(bus, evidence=seen(fault=Fault("/data/x.bin", 1 << 20, 4096))))
+    assert (cut.confidence, cut.says) == ("certain", "SIGBUS: the mapped file was cut short: /data/x.bin")
+    whole = named(replace(bus, evidence=seen(fault=Fault("/data/x.bin", 1 << 20, 2 << 20))))
+    gone = named(replace(bus, evidence=seen(fault=Fault("/data/x.bin (deleted)", 1 << 20))))
+    nothing = named(replace(bus, evidence=seen()))
+    assert {f.confidence for f in (whole, gone, nothing)} == {"likely"}
+    shm = named(replace(bus, evidence=seen(fault=Fault("/dev/shm/mine", 1 << 20, 64 << 20), shm_free=0)))
+    assert shm.confidence == "certain" and "/dev/shm is full" in shm.says
+    elsewhere = named(replace(bus, evidence=seen(fault=Fault("/data/x.bin", 9, 64 << 20), shm_free=0)))
+    assert "/dev/shm" not in elsewhere.says
+
+
+def test_a_crash_signal_from_outside_is_no_crash():
+    crash = replace(DEAD, code=signal.SIGSEGV, pid=77)
+    outside = named(replace(crash, evidence=seen(sender=Sender(9, 0, 0, ((9, "gdb"),)))))
+    assert outside.name == "worker-terminated" and "gdb" in outside.seen[0]
+    own = named(replace(crash, evidence=seen(sender=Sender(77, 0, -6, ((77, "python"),)))))
+    assert own.name == "worker-segfault"
+
+
 def test_the_file_system_is_named():
     view = View(state="D", call="read", on="/data/x.tar", file_system="nfs4")
     assert "/data/x.tar (nfs4)" in named(replace(HUNG, evidence=seen(view=view))).says
+
+
+def test_a_quota_is_no_full_disk():
+    try:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/home/me/cache")
+    except OSError as error:
+        case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
+    finding = named(case)
+    assert finding.name == "quota-exceeded"
+    assert any("/home/me/cache on " in fact for fact in finding.seen)
+
+
+def test_a_transform_is_told_apart_from_the_dataset():
+    raised = Raised("ValueError", "too small", "", b"x", None, transform="Compose > Resize")
+    case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=raised)
+    assert named(case).name == "transform-raised" and "(Compose > Resize)" in named(case).says
+    assert named(replace(case, stage=Stage.COLLATE)).name == "collate-raised"
+    assert named(replace(case, raised=replace(raised, errno=2))).name == "file-missing"
 
 
 def test_eagain_of_a_read_is_no_process_limit():

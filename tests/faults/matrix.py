@@ -7,6 +7,8 @@ owed: "once"    the fault comes once: the epoch is whole, in order, nothing twic
 
 from dataclasses import dataclass
 
+from holdfast.local import sender
+
 
 @dataclass(frozen=True)
 class Row:
@@ -28,7 +30,7 @@ DEATHS = {
     "os-exit": ("code 5", "worker-exited"),
     "os-exit-0": ("code 0", "worker-exited"),
     "hang": ("hanging", "sample-hung"),
-    "hang-holding-gil": ("hanging", "sample-hung"),
+    "hang-holding-gil": ("hanging", "hang-native" if sender.install is not None else "sample-hung"),
     "sigstop": ("hanging", "worker-stopped"),
 }
 RAISES = {

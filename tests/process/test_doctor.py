@@ -301,6 +301,24 @@ def test_bad_input_is_one_clear_line_and_exit_status_2(target, words, capsys):
     assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ctypes.string_at(0)", "(SIGSEGV)"),
+        ("os._exit(3)", "(exit code 3)"),
+        ("os.kill(os.getpid(), 9)", "(SIGKILL)"),
+    ],
+)
+def test_a_module_that_ends_the_process_does_not_end_the_doctor(line, words, tmp_path, monkeypatch, capfd):
+    (tmp_path / "awful_module.py").write_text(f"import ctypes, os\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    doctor.arguments(parser)
+    assert doctor.run(parser.parse_args(["awful_module:data"])) == 2
+    said = capfd.readouterr().err
+    assert f"holdfast doctor: importing and making awful_module:data ended the process {words}" in said
+
+
 @pytest.mark.parametrize("words", [["--workers", "-1"], ["--samples", "0"], ["--batch-size", "many"]])
 def test_numbers_that_make_no_sense(words):
     parser = argparse.ArgumentParser()

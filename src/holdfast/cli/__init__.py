@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from holdfast.cli import demo, doctor, explain, repro
+from holdfast.cli import demo, doctor, explain, repro, run
 from holdfast.errors import HoldfastError
 
-COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro}
+COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro, "run": run}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
         status: int = COMMANDS[chosen.command].run(chosen)
         return status
     except KeyboardInterrupt:
+        if chosen.command == "run":
+            raise  # the script's own: Python ends by SIGINT, as it would without us
         print("interrupted", file=sys.stderr)
         return 130
     except HoldfastError as error:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from holdfast.cli.apart import Died, Say, apart
 from holdfast.diagnose.doctor import Check, check_machine
 from holdfast.diagnose.fitness import Measured, check_dataset, percentile
 from holdfast.diagnose.forecast import Forecast, Setting, forecast, memory_forecast, recommend
@@ -86,9 +87,12 @@ def run(chosen: argparse.Namespace) -> int:
         return 2
     try:
         with here_on_path():
-            found = examine(chosen)
+            found = examine(chosen) if chosen.dataset is None else apart(lambda say: examine(chosen, say), (BadInput,))
     except BadInput as error:
         print(f"holdfast doctor: {error}", file=sys.stderr)
+        return 2
+    except Died as death:
+        print(f"holdfast doctor: {death.doing} ended the process ({death.how})", file=sys.stderr)
         return 2
     if chosen.json:
         print(json.dumps(to_dict(found, chosen.strict), default=repr, indent=2))
@@ -97,8 +101,8 @@ def run(chosen: argparse.Namespace) -> int:
     return found.status(chosen.strict)
 
 
-def examine(chosen: argparse.Namespace) -> Diagnosis:
-    """Read, try out, judge."""
+def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagnosis:
+    """Read, try out, judge. `say` is told what could end this process: user code."""
     machine = read_machine()
     workers = machine.cpus if chosen.workers is None else chosen.workers
     threads, files = native_threads(), open_files()
@@ -107,7 +111,9 @@ def examine(chosen: argparse.Namespace) -> Diagnosis:
     # (what the dataset prints must not end up in our JSON)
     with contextlib.redirect_stdout(sys.stderr):
         if chosen.dataset is not None:
+            say(f"importing and making {chosen.dataset}")
             dataset, expression, import_s = make_dataset(chosen.dataset)
+            say(f"trying out {chosen.dataset}")
         process = read_process(cuda=_cuda(), threads_before=threads, files_before=files)
         if chosen.dataset is not None:
             measured = _try_out(dataset, expression, import_s, chosen)

@@ -17,6 +17,7 @@ from holdfast.diagnose.logs.ray import RAY
 from holdfast.diagnose.logs.schedulers import CONTAINERS, SLURM
 from holdfast.diagnose.logs.spark import SPARK
 from holdfast.diagnose.logs.system import SYSTEM
+from holdfast.diagnose.logs.times import when
 from holdfast.diagnose.logs.torch import TORCH
 from holdfast.diagnose.logs.words import words
 
@@ -29,6 +30,9 @@ QUOTED = 3
 QUOTE_CHARACTERS = 220
 # So much of a long line is shown before what was recognized in it.
 LEAD_CHARACTERS = 40
+
+# A cause may be written down later than what it led to: schedulers tell at the end of a step.
+LATE_S = 60.0
 
 _JVM = frozenset({"executor-lost", "spark-python-worker-lost", "jvm-interrupted", "jvm-raised"})
 _NOTICED = _JVM | {"rank-failed-first", "pin-thread-lost"}
@@ -43,6 +47,7 @@ _CRASHES = (
 )
 _REASONS = (
     "disk-full",
+    "quota-exceeded",
     "stale-file",
     "permission-denied",
     "file-missing",
@@ -101,6 +106,10 @@ class Explained:
     follows_from: tuple[str, ...] = ()
 
 
+Times = dict[str, tuple[float, float]]
+"""By clock: when a finding's lines were first and last written."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Hit:
     """A clue that fits a line."""
@@ -120,8 +129,9 @@ def explain(text: str) -> list[Explained]:
     by_name: dict[str, list[_Hit]] = {}
     for hit in hits:
         by_name.setdefault(hit.clue.name, []).append(hit)
-    found = [_explained(page, own) for own in by_name.values() if not all(hit.clue.supports for hit in own)]
-    return _causes_first(found)
+    told = {name: own for name, own in by_name.items() if not all(hit.clue.supports for hit in own)}
+    times = {name: _times(page, own) for name, own in told.items()}
+    return _causes_first([_explained(page, own) for own in told.values()], times)
 
 
 class _Page:
@@ -197,10 +207,35 @@ def _short(line: str, column: int) -> str:
     return ("... " if begin else "") + shown[begin:end].strip() + (" ..." if end < len(shown) else "")
 
 
-def _causes_first(found: list[Explained]) -> list[Explained]:
-    """Roots by the line they are first seen on, then what follows from them, the nearest first."""
+def _times(page: _Page, hits: list[_Hit]) -> Times:
+    """Of a line that has no time of its own, that of the nearest line above: a traceback has one at its head."""
+    found: Times = {}
+    for hit in hits:
+        lines = page.lines(hit.line - AROUND, hit.line).splitlines()
+        at = next((at for line in reversed(lines) if (at := when(line)) is not None), None)
+        if at is not None:
+            first, last = found.get(at.clock, (at.seconds, at.seconds))
+            found[at.clock] = (min(first, at.seconds), max(last, at.seconds))
+    return found
+
+
+def _before(times: Times, others: Times) -> bool:
+    """True when all of it was over, on some clock of both, before the other began."""
+    return any(times[clock][1] + LATE_S < others[clock][0] for clock in times.keys() & others.keys())
+
+
+def _causes_first(found: list[Explained], times: dict[str, Times]) -> list[Explained]:
+    """Roots by the line they are first seen on, then what follows from them, the nearest first.
+
+    Nothing follows from what came after it, where the log says when.
+    """
     names = {one.name for one in found}
-    causes = {name: [cause for cause in names if name in CONSEQUENCES.get(cause, ())] for name in names}
+    causes = {
+        name: [
+            cause for cause in names if name in CONSEQUENCES.get(cause, ()) and not _before(times[name], times[cause])
+        ]
+        for name in names
+    }
 
     def depth(name: str) -> int:
         return 1 + max((depth(cause) for cause in causes[name]), default=-1)

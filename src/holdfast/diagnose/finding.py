@@ -12,6 +12,9 @@ from holdfast.core.messages import Cause, Stage
 from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised
 
+# The `worker` of a case that is about another process of ours.
+KEEPER, TRAINER = -1, -2
+
 Confidence = Literal["certain", "likely", "possible"]
 What = Literal["exited", "silent", "signal", "raised", "retried", "boot", "room", "copied"]
 
@@ -50,6 +53,8 @@ class Case:
     start_method: str = "fork"
     again: Again | None = None
     did: str = ""
+    at: float = 0.0
+    """When the trainer learned of it, in seconds since 1970; 0 when nobody looked at the clock."""
 
 
 @dataclass(frozen=True, slots=True)

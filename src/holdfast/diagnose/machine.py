@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.local.cgroups import Group, group_of
+from holdfast.local.cgroups import Group, group_of, number_in, text_of
 
 Limit = tuple[int | None, int | None]
 """Soft and hard."""
@@ -81,11 +81,11 @@ def read_machine(root: Path = Path("/")) -> Machine:
         swap_free=memory.get("SwapFree", 0),
         shm_total=shm_total,
         shm_free=shm_free,
-        cpus_online=_cpu_list(_text(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
+        cpus_online=_cpu_list(text_of(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
         cpus_allowed=allowed or os.cpu_count() or 1,
-        hugepages=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        ptrace_scope=_number(_text(proc / "sys/kernel/yama/ptrace_scope")),
-        overcommit=_number(_text(proc / "sys/vm/overcommit_memory")) or 0,
+        hugepages=_chosen(text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        ptrace_scope=number_in(text_of(proc / "sys/kernel/yama/ptrace_scope")),
+        overcommit=number_in(text_of(proc / "sys/vm/overcommit_memory")) or 0,
         commit_left=max(0, memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)),
         own_data=_table(proc / "self/status").get("VmData", 0),
         tasks_of_user=_tasks_of(os.getuid(), proc),
@@ -97,25 +97,10 @@ def read_machine(root: Path = Path("/")) -> Machine:
 # Small files ---------------------------------------------------------------------------------------------------------
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _number(text: str) -> int | None:
-    """None for "max", "unlimited" and what is not there."""
-    try:
-        return int(text.split(maxsplit=1)[0])
-    except (ValueError, IndexError):
-        return None
-
-
 def _table(path: Path) -> dict[str, int]:
     """meminfo and status: "Name:  123 kB" in bytes."""
     found = {}
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         name, _, rest = line.partition(":")
         if rest.endswith(" kB"):
             found[name] = int(rest.split()[0]) * 1024
@@ -123,16 +108,16 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _words_after(path: Path, start: str) -> str:
-    return next((line[len(start) :].strip() for line in _text(path).splitlines() if line.startswith(start)), "")
+    return next((line[len(start) :].strip() for line in text_of(path).splitlines() if line.startswith(start)), "")
 
 
 def _limits(path: Path) -> dict[str, Limit]:
     found: dict[str, Limit] = {}
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         for title, name in _LIMIT_NAMES.items():
             if line.startswith(title):
                 words = line[len(title) :].split()
-                found[name] = (_number(words[0]), _number(words[1]))
+                found[name] = (number_in(words[0]), number_in(words[1]))
     return found
 
 

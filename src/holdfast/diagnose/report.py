@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.diagnose.finding import Again, Case, Finding, find
+from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
 from holdfast.diagnose.rules import ALL, speed
+from holdfast.diagnose.rules.native import tells
 from holdfast.diagnose.runfolder import RunFolder
+from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
 from holdfast.local.pulse import Pulse
 
@@ -46,6 +48,8 @@ class Incident:
     exit_code: int | None
     stack: str
     again: Again | None = None
+    at: float = 0.0
+    """Seconds since 1970; 0 when not known."""
 
     def __str__(self) -> str:
         lines = [self.headline, f"  {self.finding}: {self.says}"]
@@ -94,9 +98,18 @@ def incident_of(case: Case) -> Incident:
         attempt=case.attempt,
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=_users_frames(evidence.stack) if evidence is not None and evidence.stack else _traceback(case),
+        stack=_stack(evidence) if evidence is not None and evidence.stack else _traceback(case),
         again=case.again,
+        at=case.at,
     )
+
+
+def _stack(evidence: Evidence) -> str:
+    """The Python lines, and the native ones behind them where somebody could see those."""
+    view = evidence.view
+    native = view.native if view is not None and tells(view) else ()
+    lines = ["", "Native frames inside its innermost Python line (py-spy), innermost first:"] if native else []
+    return "\n".join([_users_frames(evidence.stack), *lines, *(f"  {frame}" for frame in native)])
 
 
 def _users_frames(stack: str) -> str:
@@ -114,7 +127,7 @@ def _traceback(case: Case) -> str:
 
 
 def _headline(case: Case, finding: Finding) -> str:
-    who = f"worker {case.worker}" if case.worker >= 0 else "the keeper"
+    who = {KEEPER: "the keeper", TRAINER: "the trainer"}.get(case.worker, f"worker {case.worker}")
     match case.what:
         case "room":
             return f"memory is short: {case.code} worker{'s' if case.code != 1 else ''} at work for now"
@@ -157,6 +170,8 @@ def _end(case: Case) -> str:
 
 def where(case: Case) -> str:
     """ "while loading index 4711 (batch 88, attempt 2)": the same words everywhere."""
+    if case.worker == TRAINER:
+        return f"(pid {case.pid})"
     if case.task is None:
         if case.stage in (Stage.BOOT, Stage.INIT):
             return "while starting"
@@ -219,6 +234,8 @@ class Record:
     incidents: list[Incident] = field(default_factory=list)
     bad_samples: list[BadSample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    last_at: dict[str, float] = field(default_factory=dict)
+    """When each finding was last named, also of incidents that are only counted."""
     waited_s: float = 0.0
     ran_s: float = 0.0
     need: int = 0
@@ -232,6 +249,7 @@ class Record:
         if self.kept_in is not None:
             self.kept_in.write(asdict(incident))
         self.counts[f"incident:{incident.finding}"] += 1
+        self.last_at[incident.finding] = incident.at
         if len(self.incidents) < KEPT:
             self.incidents.append(incident)
 
@@ -239,6 +257,16 @@ class Record:
         self.counts["bad_samples"] += 1
         if len(self.bad_samples) < KEPT:
             self.bad_samples.append(bad)
+
+
+def _times(first: float, last: float, count: int) -> str:
+    """ ", first 09:12:01, last 14:55:10"; with the day where it is not the same one."""
+    if not first or not last:
+        return ""
+    days = [time.strftime("%Y-%m-%d", time.localtime(at)) for at in (first, last)]
+    form = "%H:%M:%S" if days[0] == days[1] else "%Y-%m-%d %H:%M:%S"
+    begun, ended = (time.strftime(form, time.localtime(at)) for at in (first, last))
+    return f", first {begun}, last {ended}" if count > 1 else f", at {begun}"
 
 
 class Report:
@@ -249,6 +277,7 @@ class Report:
         self.bad_samples = tuple(record.bad_samples)
         self.stats = stats
         self._counts = Counter(record.counts)
+        self._last_at = dict(record.last_at)
 
     def __str__(self) -> str:
         s = self.stats
@@ -302,7 +331,7 @@ class Report:
         same = [i for i in self.incidents if i.finding == name]
         count = self._counts[f"incident:{name}"]
         indices = list(dict.fromkeys(repr(i.index) for i in same if i.index is not None))
-        lines = [f"  {name} x{count}"]
+        lines = [f"  {name} x{count}{_times(same[0].at, self._last_at.get(name, 0.0), count)}"]
         if indices:
             more = ", ..." if len(indices) > _EXAMPLES else ""
             lines.append(f"    at index {', '.join(indices[:_EXAMPLES])}{more}")
@@ -314,6 +343,7 @@ class Report:
             "schema": SCHEMA,
             "stats": self.stats,
             "counts": dict(self._counts),
+            "last_at": self._last_at,
             "incidents": [asdict(i) for i in self.incidents],
             "bad_samples": [asdict(b) for b in self.bad_samples],
             "speed": [asdict(f) for f in speed.of_stats(self.stats)],

@@ -68,6 +68,8 @@ class RunFolder:
             os.close(fd)
 
     def _write_dataset(self) -> None:
+        if self._dataset is None:
+            return
         path = self.file.with_suffix(".dataset")
         try:
             with open(path, "wb") as file:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -95,6 +96,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
             attempt=failed.attempts,
             raised=capture(error),
             did="raised it from next()",
+            at=time.time(),
         )
         self._record.add(incident_of(case))
         if failed.position >= 0:

@@ -4,6 +4,7 @@ Nothing here decides or waits. The same `Case` is behind the log line, the repor
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -100,7 +101,7 @@ class Teller:
 
     def _at(self, on: Place | None, evidence: object, **facts: Any) -> Case:
         assert isinstance(evidence, Evidence)
-        facts |= {"pid": evidence.pid, "evidence": evidence}
+        facts |= {"pid": evidence.pid, "evidence": evidence, "at": time.time()}
         if on is not None:
             facts |= {"stage": on.stage, "seconds": on.seconds}
             if on.stage >= Stage.FETCH and on.task >= self.first_task:
@@ -124,6 +125,7 @@ class Teller:
         pid = self._pid_of(worker) or 0
         _, again = self._sample_of(batch + self.first_task, position)
         facts |= {"worker": worker, "pid": pid, "task": batch, "index": index, "raised": raised, "again": again}
+        facts |= {"at": time.time()}
         return replace(self._blank, **facts)
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
@@ -171,7 +173,7 @@ class Teller:
 
     def boot_failure(self, raised: Raised, worker: int) -> BaseException:
         """A worker could not start: the exception to raise."""
-        self.tell(replace(self._blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised))
+        self.tell(replace(self._blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised, at=time.time()))
         return to_raise(raised, f"in worker {worker} while it started", None, worker)
 
     def stop(self, stop: Stop) -> BaseException:

@@ -62,7 +62,7 @@ class MemoryFiles:
     def __init__(self, root: Path = Path("/")) -> None:
         version, groups = _levels("self", root)("memory")
         limit_name, used_name, self._cached = _NAMES[version]
-        limits = [(_number(_text(group / limit_name)), group) for group in groups]
+        limits = [(number_in(text_of(group / limit_name)), group) for group in groups]
         self._groups = [
             (limit, group / used_name, group / "memory.stat")
             for limit, group in limits
@@ -74,11 +74,11 @@ class MemoryFiles:
         """(limit, used) of whichever has least left. Below the share `near`, what the kernel would give back counts
         as used: to know it takes longer.
         """
-        lines = _text(self._machine).split("\n", 3)  # MemTotal, MemFree, MemAvailable
+        lines = text_of(self._machine).split("\n", 3)  # MemTotal, MemFree, MemAvailable
         total, _, free = (int(line.split()[1]) << 10 for line in lines[:3])
         tightest = (total, total - free)
         for limit, used_file, stat in self._groups:
-            used = _number(_text(used_file)) or 0
+            used = number_in(text_of(used_file)) or 0
             if used >= near * limit:
                 used = max(0, used - sum(_field(stat, name) or 0 for name in self._cached))
             if limit - used < tightest[0] - tightest[1]:
@@ -99,7 +99,7 @@ def _levels(pid: int | str, root: Path) -> Callable[[str], tuple[int, list[Path]
     base = root / "sys/fs/cgroup"
     old: dict[str, tuple[str, str]] = {}  # controller -> (all that are mounted with it, path)
     unified: str | None = None
-    for line in _text(root / f"proc/{pid}/cgroup").splitlines():
+    for line in text_of(root / f"proc/{pid}/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             unified = path
@@ -137,11 +137,11 @@ def _memory(version: int, groups: list[Path]) -> tuple[int | None, int]:
     limit_name, used_name, cached_names = _NAMES[version]
     tightest: tuple[int | None, int] = (None, 0)
     for group in groups:
-        limit = _number(_text(group / limit_name))
+        limit = number_in(text_of(group / limit_name))
         if limit is None or limit >= _V1_UNLIMITED:
             continue
         cached = sum(_field(group / "memory.stat", name) or 0 for name in cached_names)
-        used = max(0, (_number(_text(group / used_name)) or 0) - cached)
+        used = max(0, (number_in(text_of(group / used_name)) or 0) - cached)
         if tightest[0] is None or limit - used < tightest[0] - tightest[1]:
             tightest = (limit, used)
     return tightest
@@ -157,8 +157,8 @@ def _oom_kills(version: int, groups: list[Path]) -> int | None:
 def _pids(groups: list[Path]) -> tuple[int | None, int]:
     tightest: tuple[int | None, int] = (None, 0)
     for group in groups:
-        most = _number(_text(group / "pids.max"))
-        now = _number(_text(group / "pids.current")) or 0
+        most = number_in(text_of(group / "pids.max"))
+        now = number_in(text_of(group / "pids.current")) or 0
         if most is not None and (tightest[0] is None or most - now < tightest[0] - tightest[1]):
             tightest = (most, now)
     return tightest
@@ -167,23 +167,24 @@ def _pids(groups: list[Path]) -> tuple[int | None, int]:
 def _cpus(groups: list[Path]) -> float | None:
     found: list[float] = []
     for group in groups:
-        words = _text(group / "cpu.max").split()
-        quota = _number(words[0]) if words else _number(_text(group / "cpu.cfs_quota_us"))
-        period = _number(words[1]) if len(words) > 1 else _number(_text(group / "cpu.cfs_period_us"))
+        words = text_of(group / "cpu.max").split()
+        quota = number_in(words[0]) if words else number_in(text_of(group / "cpu.cfs_quota_us"))
+        period = number_in(words[1]) if len(words) > 1 else number_in(text_of(group / "cpu.cfs_period_us"))
         if quota is not None and quota > 0:
             found.append(quota / (period or 100_000))
     return min(found, default=None)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a small file holds; "" for one that is not there, or not for us."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _number(text: str) -> int | None:
-    """None for "max" and what is not there."""
+def number_in(text: str) -> int | None:
+    """None for "max", "unlimited" and what is not there."""
     try:
         return int(text.split(maxsplit=1)[0])
     except (ValueError, IndexError):
@@ -191,5 +192,5 @@ def _number(text: str) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    lines = (line.partition(" ") for line in _text(path).splitlines())
-    return next((_number(value) for key, _, value in lines if key == name), None)
+    lines = (line.partition(" ") for line in text_of(path).splitlines())
+    return next((number_in(value) for key, _, value in lines if key == name), None)

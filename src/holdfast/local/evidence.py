@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from holdfast.local import linux, procfs
 from holdfast.local.cgroups import Group, group_of
 from holdfast.local.oom import Oom
-from holdfast.local.sender import Sender
+from holdfast.local.sender import Fault, Sender
 
 _FULL = 1 << 20
 # Said of a thread that could not be started under our own limit on memory.
@@ -49,6 +49,14 @@ class View:
     """Share of a processor that it used while we looked."""
     line: str = ""
     """The text of the Python line that it is on."""
+    gil: bool | None = None
+    """Whether its main thread had the GIL; None when that is not known."""
+    others: tuple[str, ...] = ()
+    """Its other threads: name and state."""
+    children: tuple[tuple[int, str], ...] = ()
+    """The processes it has started: pid, command line."""
+    native: tuple[str, ...] = ()
+    """Native frames inside the Python line, innermost first, where py-spy could see them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,8 @@ class Evidence:
     shm_free: int = -1
     """Bytes free in /dev/shm; -1 where there is none."""
     sender: Sender | None = None
+    fault: Fault | None = None
+    """The mapped file that a SIGBUS or SIGSEGV lay in."""
     trainer_threads: int = 0
     """How many threads the trainer had when the keeper was forked from it."""
     worlds: tuple[str, ...] = ()
@@ -96,7 +106,17 @@ def view_of(pid: int, busy: float = 0.0) -> View:
     call, on = procfs.system_call(pid)
     system = procfs.file_system(on) if on.startswith("/") else ""
     state = linux.process_state(pid)
-    return View(state, call, on, system, procfs.wait_channel(pid), procfs.threads(pid), busy)
+    return View(
+        state,
+        call,
+        on,
+        system,
+        procfs.wait_channel(pid),
+        procfs.threads(pid),
+        busy,
+        others=procfs.other_threads(pid),
+        children=procfs.children(pid),
+    )
 
 
 def worlds() -> tuple[str, ...]:
@@ -141,6 +161,8 @@ def facts_of(error: BaseException) -> tuple[str, ...]:
         return (f"{count} descriptors open, the limit is {soft}", f"open: {paths}")
     if number == errno.ENOSPC:
         return _full(error)
+    if number == errno.EDQUOT:
+        return (f"uid {os.geteuid()}, gid {os.getegid()}", *_about_path(error))
     if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
         limit, used = resource.getrlimit(resource.RLIMIT_DATA)[0], linux.data_bytes()
         ours = limit != resource.RLIM_INFINITY and limit - used < _STACK
@@ -148,10 +170,15 @@ def facts_of(error: BaseException) -> tuple[str, ...]:
         return (*((full,) if ours else ()), f"{procfs.threads()} threads in this process", *process_limits())
     if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error)[:200]:
         return _memory()
-    if number is not None and isinstance(error.filename, str):  # type: ignore[attr-defined]
-        path = os.path.abspath(error.filename)  # type: ignore[attr-defined]
-        return (f"{path} on {procfs.file_system(path) or 'an unknown file system'}",)
-    return ()
+    return _about_path(error) if number is not None else ()
+
+
+def _about_path(error: BaseException) -> tuple[str, ...]:
+    named = getattr(error, "filename", None)
+    if not isinstance(named, str):
+        return ()
+    path = os.path.abspath(named)
+    return (f"{path} on {procfs.file_system(path) or 'an unknown file system'}",)
 
 
 def _full(error: BaseException) -> tuple[str, ...]:

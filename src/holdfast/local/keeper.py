@@ -38,6 +38,7 @@ from holdfast.local.pulse import (
     BASE,
     DUMPABLE,
     FILES,
+    GIL,
     LAST_SIGNAL,
     LEAVING,
     MEMORY,
@@ -53,7 +54,8 @@ from holdfast.local.pulse import (
     Pulse,
 )
 from holdfast.local.room import RoomWatch
-from holdfast.local.sender import SenderNote
+from holdfast.local.sender import CRASH_SIGNALS, SenderNote
+from holdfast.local.spy import Spy
 from holdfast.local.wire import (
     KeeperSignalled,
     KeeperUp,
@@ -127,6 +129,7 @@ class Life:
         self.killed_on: Place | None = None
         self.stack = ""
         self.view: View | None = None
+        self.seen: tuple[object, ...] = ()  # which hang `view` is of
 
     @property
     def slot_bytes(self) -> int:
@@ -166,6 +169,7 @@ class Keeper:
         self._room = RoomWatch(orders.workers, orders.need, orders.first)
         self._own = linux.memory_of()[1]  # what workers inherit
         self._fewest = orders.workers  # workers that ever fitted, as far as the trainer was told
+        self._spy = Spy()
         timeout = orders.sample_timeout
         self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
 
@@ -279,6 +283,9 @@ class Keeper:
                     os.close(life.pidfd)
             if self._trainer is not None:
                 os.close(self._trainer)
+            if self._spy.path is not None:
+                self._spy.close_in_child()
+                linux.let_trace(keeper_pid)
             gc.enable()
             tasks, memory, crash = fds
             wiring = Wiring(
@@ -315,6 +322,7 @@ class Keeper:
                 return
             if pid == 0:
                 return
+            self._spy.reaped(pid)
             life = self._lives.pop(pid, None)
             if life is not None:
                 self._report(life, status, usage.ru_maxrss * 1024)
@@ -335,6 +343,7 @@ class Keeper:
             cause, code = Cause.RECYCLED, leaving
             on = on if on.stage >= Stage.FETCH else Place(-1, 0, Stage.IDLE, 0.0)
         killed = cause is Cause.SIGNAL and -code == signal.SIGKILL
+        fault = life.pulse.sender.fault(-code)
         evidence = self._evidence(
             life,
             now,
@@ -346,6 +355,8 @@ class Keeper:
             group=group_of(),
             shm_free=shm_free(),
             pressure=procfs.memory_pressure(),
+            fault=fault,
+            sender=life.pulse.sender.last(-code) if -code in CRASH_SIGNALS else None,
         )
         os.close(life.crash)
         os.close(life.batches)
@@ -372,6 +383,7 @@ class Keeper:
     def _kill_all(self) -> None:
         for pid in self._lives:
             _kill(pid)
+        self._spy.stop()
         for pid in self._lives:
             linux.wait_for_exit(pid, 2.0)
         self._lives.clear()
@@ -467,29 +479,46 @@ class Keeper:
             if stage == Stage.FETCH_MANY:
                 allowed *= max(1, position)  # there it is the number of samples
             if life.quiet_s > allowed:
+                if self._second_opinion_awaited(life):
+                    return
                 self._end(life, Cause.DEADLINE, now)
                 return
         if life.quiet_s >= life.next_alarm_s:
-            life.next_alarm_s *= 2
+            if self._second_opinion_awaited(life):
+                return
             self._dump(life)
+            life.next_alarm_s *= 2
             self._say_quiet(life, "silent", int(life.quiet_s), now, stack=life.stack)
             life.stack = ""
+
+    def _second_opinion_awaited(self, life: Life) -> bool:
+        """True while py-spy still looks at this hang. (A worker that goes on meanwhile was only slow, and lives.)"""
+        if self._spy.path is None:
+            return False
+        self._see(life)
+        stopped = life.view is not None and life.view.state in ("T", "t")  # py-spy cannot look at such a one
+        return not stopped and self._spy.awaited(life.pid, _hang_of(life))
 
     def _say_quiet(self, life: Life, what: str, code: int, now: float, **facts: Any) -> None:
         on = life.pulse.place(now)
         self._say(LifeQuiet(life.worker, life.life, what, code, on, self._evidence(life, now, **facts)))
 
-    def _dump(self, life: Life) -> None:
-        """Ask the worker for its stack. faulthandler answers even while native code holds the GIL.
-
-        What it waits for is looked at before: the signal may wake it.
-        """
+    def _see(self, life: Life) -> None:
+        """What it waits for, seen from outside; once per hang, and before anything is done that may wake it."""
+        if life.seen == _hang_of(life):
+            return
+        life.seen = _hang_of(life)
         before, began = procfs.processor_s(life.pid), time.monotonic()
         time.sleep(BUSY_S)
         busy = (procfs.processor_s(life.pid) - before) / (time.monotonic() - began)
         life.view = view_of(life.pid, busy)
-        if not life.pulse.words[DUMPABLE] or life.view.state in ("T", "t", "Z", ""):
+
+    def _dump(self, life: Life) -> None:
+        """Ask the worker for its stack. faulthandler answers even while native code holds the GIL."""
+        self._see(life)
+        if not life.pulse.words[DUMPABLE] or life.view is None or life.view.state in ("T", "t", "Z", ""):
             return
+        life.pulse.words[GIL] = 0
         os.ftruncate(life.crash, 0)
         os.lseek(life.crash, 0, os.SEEK_SET)
         os.kill(life.pid, linux.DUMP_SIGNAL)
@@ -501,7 +530,14 @@ class Keeper:
             if size and size == before:
                 break
         life.stack = _read_stack(life.crash)
-        life.view = replace(life.view, line=procfs.source_line(life.stack))
+        seen = self._spy.answer(_hang_of(life))
+        gil = {1: False, 2: True}.get(life.pulse.words[GIL], seen.gil)
+        life.view = replace(life.view, line=procfs.source_line(life.stack), gil=gil, native=seen.frames)
+
+
+def _hang_of(life: Life) -> tuple[object, ...]:
+    """One silence of one life: the next one, or a later look at it, is another."""
+    return (life.pid, life.next_alarm_s, *life.beat)
 
 
 def _read_stack(crash: int) -> str:

@@ -6,8 +6,11 @@ import os
 import platform
 import re
 import resource
+import struct
 from collections import Counter
 from pathlib import Path
+
+from holdfast.local.discreet import mask
 
 # The calls in which programs wait, by number; those of other machines are shown as numbers.
 _CALLS = {
@@ -31,11 +34,13 @@ _CALLS = {
         202: "futex",
         230: "clock_nanosleep",
         232: "epoll_wait",
+        247: "waitid",
         257: "openat",
         262: "newfstatat",
         270: "pselect6",
         271: "ppoll",
         281: "epoll_pwait",
+        288: "accept4",
         332: "statx",
     },
     "aarch64": {
@@ -47,9 +52,11 @@ _CALLS = {
         101: "nanosleep",
         203: "connect",
         202: "accept",
+        242: "accept4",
         207: "recvfrom",
         211: "sendmsg",
         212: "recvmsg",
+        95: "waitid",
         260: "wait4",
         25: "fcntl",
         32: "flock",
@@ -64,9 +71,29 @@ _CALLS = {
 }
 _FRAME = re.compile(r'File "(.+)", line (\d+) in ')
 _ON_DESCRIPTOR = frozenset(
-    ("read", "write", "pread64", "connect", "accept", "recvfrom", "sendmsg", "recvmsg", "fcntl", "flock", "fsync")
+    (
+        "read",
+        "write",
+        "pread64",
+        "connect",
+        "accept",
+        "accept4",
+        "recvfrom",
+        "sendmsg",
+        "recvmsg",
+        "fcntl",
+        "flock",
+        "fsync",
+    )
 )
+_ON_SEVERAL = frozenset(("poll", "ppoll"))
+# A poll over more descriptors than this is a server's, and no single one of them is waited for.
+_MOST_POLLED = 8
 _MOST_PATHS = 3
+# Letters of a command line that are kept; some hold whole scripts. It goes over a socket with the rest.
+_COMMAND = 300
+# Threads that are named one by one.
+_MOST_THREADS = 64
 # The first pid namespace has this fixed number (PROC_PID_INIT_INO).
 _HOST_PIDS = "pid:[4026531836]"
 
@@ -82,8 +109,43 @@ def system_call(pid: int) -> tuple[str, str]:
     name = _CALLS.get(platform.machine(), {}).get(int(words[0]), f"system call {words[0]}")
     on = ""
     if name in _ON_DESCRIPTOR and len(words) > 1:
-        on = descriptor(pid, int(words[1], 16) & 0xFFFFFFFF)
+        on = waited_for(pid, int(words[1], 16) & 0xFFFFFFFF)
+    elif name in _ON_SEVERAL and len(words) > 2:
+        polled = _polled(pid, int(words[1], 16), int(words[2], 16))
+        on = ", ".join(dict.fromkeys(waited_for(pid, fd) for fd in polled))
     return name, on
+
+
+def _polled(pid: int, address: int, count: int) -> list[int]:
+    """The descriptors that a poll waits for: read from the process's memory, as its parent may."""
+    if not 0 < count <= _MOST_POLLED:
+        return []
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(address)
+            return [fd for fd, _ in struct.iter_unpack("ii", memory.read(8 * count)) if fd >= 0]
+    except (OSError, OverflowError, struct.error):
+        return []  # gone, or not ours to look at
+
+
+def waited_for(pid: int, fd: int) -> str:
+    """As `descriptor`; but a socket to another process of this machine is told apart from one to the network."""
+    try:
+        target = os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
+    found = re.fullmatch(r"socket:\[(\d+)\]", target)
+    if found is None:
+        return descriptor(pid, fd)
+    try:
+        lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
+    except OSError:
+        return "socket"
+    for line in lines[1:]:
+        words = line.split(None, 7)  # address, references, protocol, flags, type, state, inode, path
+        if len(words) > 6 and words[6] == found[1]:
+            return f"unix socket {words[7]}" if len(words) > 7 else "unix socket"
+    return "socket"
 
 
 def descriptor(pid: int | str, fd: int) -> str:
@@ -114,6 +176,44 @@ def threads(pid: int | str = "self") -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
+
+
+def other_threads(pid: int) -> tuple[str, ...]:
+    """Name and state of each thread but the main one: "grpc_poller S"."""
+    found = []
+    try:
+        numbers = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return ()
+    for number in numbers:
+        try:
+            head, _, tail = Path(f"/proc/{pid}/task/{number}/stat").read_text().rpartition(")")
+        except OSError:
+            continue  # it has ended
+        if number != str(pid):
+            found.append(f"{head.partition('(')[2]} {tail.split()[0]}")
+    return tuple(found[:_MOST_THREADS])
+
+
+def children(pid: int) -> tuple[tuple[int, str], ...]:
+    """The processes that it has started and that live: pid, command line."""
+    found: list[tuple[int, str]] = []
+    try:
+        for number in os.listdir(f"/proc/{pid}/task"):
+            words = Path(f"/proc/{pid}/task/{number}/children").read_text().split()
+            found += [(int(word), command(int(word))) for word in words]
+    except OSError:
+        return tuple(found)  # gone, or a kernel without it
+    return tuple(found)
+
+
+def command(pid: int) -> str:
+    """Its command line, without secrets; "" for one that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return mask(text.replace(b"\0", b" ").decode(errors="replace").strip())[:_COMMAND]
 
 
 def wait_channel(pid: int) -> str:

@@ -17,6 +17,8 @@ SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8,
 # ASKED, LEAVING: a `Leave`. BASE: private memory when it was ready. MEMORY: what it has grown by since, PEAK at most.
 ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES = range(15, 23)
 FIELDS = 23
+# The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
+GIL = 127
 # From here on in the page: who sent the last signal, see local/sender.py.
 _SENDER_AT = 1024
 
@@ -29,6 +31,7 @@ class Pulse:
         self._memory = memory
         self.words = memory.view[start : start + PAGE].cast("q")
         self.sender = SenderNote(memory, start + _SENDER_AT, PAGE - _SENDER_AT)
+        self.gil_address = memory.address + start + GIL * 8
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""

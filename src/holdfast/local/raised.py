@@ -16,6 +16,7 @@ import cloudpickle
 
 from holdfast.errors import RemoteTraceback, SampleError
 from holdfast.local.evidence import facts_of
+from holdfast.local.transforms import transform_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Raised:
     errno: int = 0
     facts: tuple[str, ...] = ()
     """What was seen around it: descriptors, limits, free space."""
+    transform: str = ""
+    """The dataset's transform that it came out of, if it came out of one."""
 
 
 def capture(error: BaseException, facts: tuple[str, ...] = ()) -> Raised:
@@ -42,6 +45,7 @@ def capture(error: BaseException, facts: tuple[str, ...] = ()) -> Raised:
         parts=_parts(error),
         errno=(error.errno or 0) if isinstance(error, OSError) else 0,
         facts=(*facts, *facts_of(error)),
+        transform=transform_in(error.__traceback__),
     )
 
 

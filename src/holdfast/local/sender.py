@@ -1,16 +1,24 @@
-"""Who sent a signal: noted by a compiled handler (local/_sender.c) in a page that outlives the process it came to."""
+"""Who sent a signal, and what a fault was about: noted by a compiled handler (local/_sender.c) in a page that outlives
+the process it came to.
+"""
 
+import os
+import signal
 import struct
 from dataclasses import dataclass
 
+from holdfast.local.discreet import mask
 from holdfast.shm.memory import Memory
 
 try:
-    from holdfast.local._sender import install
+    from holdfast.local._sender import install, watch_gil
 except ImportError:  # built without a compiler
-    install = None  # type: ignore[assignment]
+    install = watch_gil = None  # type: ignore[assignment]
 
-_NOTE = struct.Struct("<6q")  # serial, number, pid, uid, code, bytes of text
+# Programs raise these against themselves; faulthandler catches them. Anybody may send them, too.
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+
+_NOTE = struct.Struct("<7q")  # serial, number, pid, uid, code, bytes of text, address of a fault
 _MOST = 80  # letters of a command line that are shown
 _FROM_TERMINAL = 0x80  # SI_KERNEL: the kernel, for Ctrl-C
 
@@ -38,6 +46,21 @@ class Sender:
         return f"pid {chain or self.pid}, uid {self.uid}"
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The mapping that a fault lay in. `at`: the place in its file; `size`: of that file, -1 when it cannot be seen."""
+
+    path: str
+    at: int
+    size: int = -1
+
+    @property
+    def cut_short(self) -> bool:
+        """True when the file ends before the place that was touched."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return self.size >= 0 and -(-self.size // page) * page <= self.at
+
+
 def _short(command: str) -> str:
     return command if len(command) <= _MOST else command[: _MOST - 3] + "..."
 
@@ -55,17 +78,57 @@ class SenderNote:
     def _serial(self) -> int:
         return int(_NOTE.unpack_from(self._view)[0])
 
-    def install(self, numbers: tuple[int, ...]) -> None:
-        """Which process: the one that gets the signals, after its own handlers are in place."""
+    def install(self, numbers: tuple[int, ...], wake: int = -1) -> None:
+        """Which process: the one that gets the signals, after its own handlers are in place. `wake`: an eventfd."""
         if install is not None:
-            install(self._address, self._size, numbers)
+            install(self._address, self._size, numbers, wake)
+
+    @property
+    def number(self) -> int:
+        """The signal that was noted last."""
+        return int(_NOTE.unpack_from(self._view)[1])
 
     def last(self, number: int) -> Sender | None:
         """Who sent the last signal, if it had this number and was not told before. Which process: the keeper."""
-        serial, noted, pid, uid, code, length = _NOTE.unpack_from(self._view)
-        if serial == self._read or noted != number:
+        serial, noted, pid, uid, code, length, _ = _NOTE.unpack_from(self._view)
+        if serial == self._read or noted != number or (code > 0 and number in CRASH_SIGNALS):
             return None
         self._read = serial
-        text = bytes(self._view[_NOTE.size : _NOTE.size + length]).decode(errors="replace")
-        pairs = (line.partition("\t") for line in text.splitlines())
-        return Sender(pid, uid, code, tuple((int(who), command.strip()) for who, _, command in pairs if who.isdigit()))
+        pairs = (line.partition("\t") for line in self._text(length).splitlines())
+        commands = tuple((int(who), mask(command.strip())) for who, _, command in pairs if who.isdigit())
+        return Sender(pid, uid, code, commands)
+
+    def fault(self, number: int) -> Fault | None:
+        """Which file's mapping the last fault lay in, if it lay in one. Which process: the keeper, after the death."""
+        serial, noted, _, _, code, length, address = _NOTE.unpack_from(self._view)
+        if serial == self._read or noted != number or code <= 0 or number not in CRASH_SIGNALS:
+            return None
+        self._read = serial
+        words = self._text(length).split(None, 5)  # range, rights, offset, device, inode, path
+        if len(words) < 6 or not words[5].startswith("/"):
+            return None
+        at = address - int(words[0].partition("-")[0], 16) + int(words[2], 16)
+        return Fault(words[5], at, _size_of(words[5], int(words[4])))
+
+    def _text(self, length: int) -> str:
+        return bytes(self._view[_NOTE.size : _NOTE.size + length]).decode(errors="replace")
+
+
+def can_note() -> bool:
+    """False when built without a compiler: senders stay unknown then."""
+    return install is not None
+
+
+def note_gil(address: int, number: int) -> None:
+    """A signal with this number also notes there whether the main thread has the GIL. Which process: the worker."""
+    if watch_gil is not None:
+        watch_gil(address, number)
+
+
+def _size_of(path: str, inode: int) -> int:
+    """Of the file that was mapped; -1 when another one has its name now, or none."""
+    try:
+        about = os.stat(path)
+    except OSError:
+        return -1
+    return about.st_size if about.st_ino == inode else -1

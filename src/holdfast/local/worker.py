@@ -30,6 +30,7 @@ from holdfast.local.pulse import (
     TASKS,
     Pulse,
 )
+from holdfast.local.sender import CRASH_SIGNALS, note_gil
 from holdfast.local.wire import MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
 from holdfast.shm.memory import Memory
@@ -140,6 +141,8 @@ class Worker:
         crash = self._wiring.crash
         faulthandler.enable(file=crash, all_threads=True)
         faulthandler.register(linux.DUMP_SIGNAL, file=crash, all_threads=True)
+        self._pulse.sender.install(CRASH_SIGNALS)
+        note_gil(self._pulse.gil_address, linux.DUMP_SIGNAL)
         words[DUMPABLE] = 1
 
     def _boot(self) -> bool:

@@ -72,9 +72,15 @@ _LIMITS = (
     ),
     Clue(
         name="disk-full",
-        pattern=r"\[Errno 28\]|\[Errno 122\]|: No space left on device|Disk quota exceeded",
-        says="a disk is full, or your quota of it (ENOSPC, EDQUOT)",
+        pattern=r"\[Errno 28\]|: No space left on device",
+        says="a disk is full (ENOSPC)",
         advice="df -h and df -i (files can run out before bytes), quota -s; /tmp and /dev/shm count too",
+    ),
+    Clue(
+        name="quota-exceeded",
+        pattern=r"\[Errno 122\]|Disk quota exceeded",
+        says="the quota of this user, group or project is used up (EDQUOT)",
+        advice="quota -s (Lustre: lfs quota -hu $USER PATH); bytes and files count; TMPDIR and caches elsewhere",
     ),
 )
 

@@ -100,6 +100,13 @@ def raised(case: Case) -> Finding | None:
             ("the exception itself cannot be pickled; its class, text and attributes came as far as they could",),
             "give it a plain __init__(self, *args) that passes them to super().__init__",
         )
+    if case.raised.transform and case.stage is not Stage.COLLATE:
+        return Finding(
+            "transform-raised",
+            f"the dataset's transform ({case.raised.transform}) raised {case.raised.type_name}: {case.raised.text}",
+            ("the dataset had given the sample; the traceback goes on inside its transform", *case.raised.facts),
+            "look at what this sample is before the transform (its mode, size, type); the data may be well",
+        )
     return Finding(
         "collate-raised" if case.stage is Stage.COLLATE else "sample-raised",
         text,

@@ -4,17 +4,23 @@ import re
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, Confidence, Finding
+from holdfast.diagnose.rules.native import library_of, tells
 from holdfast.local.evidence import View
 
 _FILE_CALLS = frozenset(
     ("read", "write", "open", "openat", "pread64", "fsync", "flock", "fcntl", "newfstatat", "statx")
 )
-_SOCKET_CALLS = frozenset(("connect", "accept", "recvfrom", "recvmsg", "sendmsg"))
+_SOCKET_CALLS = frozenset(("connect", "accept", "accept4", "recvfrom", "recvmsg", "sendmsg"))
 _WAIT_CALLS = frozenset(("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"))
 _NETWORK_CODE = re.compile(r'/(socket|ssl|http/client|(urllib3?|requests|httpx|aiohttp|botocore)/\S+)\.py"')
+_CHILD_CALLS = frozenset(("wait4", "waitid"))
+_CHILD_CODE = re.compile(r'/(subprocess|multiprocessing/(process|popen_\w+))\.py"')
 _LOCK_LINE = re.compile(r"\.acquire\(|\bwith \w*lock|\.wait\(|\.join\(|\.get\(|\.put\(|\block\b", re.IGNORECASE)
 _LOCK_CODE = re.compile(r'/(threading|queue|multiprocessing/(synchronize|queues|managers|pool))\.py"')
 _BUSY = 0.5
+# Children and threads that are shown, and letters of each.
+_SHOWN = 4
+_LETTERS = 80
 
 
 def _seen(case: Case, view: View) -> tuple[str, ...]:
@@ -27,9 +33,24 @@ def _seen(case: Case, view: View) -> tuple[str, ...]:
         seen.append(f"in no system call: it computes ({view.busy:.0%} of a processor)")
     if view.line:
         seen.append(f"on the line: {view.line}")
+    if view.gil and view.call != "running":
+        seen.append("its main thread has the GIL")
+    library, _ = library_of(view)
+    if tells(view):
+        seen.append(f"py-spy: in {view.native[0]}" + (f", called by {library}" if library else ""))
+    if view.others and view.call == "futex":
+        more = ", ..." if len(view.others) > _SHOWN else ""
+        seen.append(f"its other threads: {', '.join(view.others[:_SHOWN])}{more}")
+    if view.children:
+        seen.append("processes it has started: " + _children(view))
     if case.evidence is not None and case.evidence.stack:
         seen.append("its Python stack, below")
     return tuple(seen)
+
+
+def _children(view: View) -> str:
+    shown = [f"{pid} ({(command or 'ended')[:_LETTERS]})" for pid, command in view.children[:_SHOWN]]
+    return ", ".join(shown) + (", ..." if len(view.children) > _SHOWN else "")
 
 
 def hung(case: Case) -> Finding | None:
@@ -38,7 +59,7 @@ def hung(case: Case) -> Finding | None:
         return None
     view = case.evidence.view if case.evidence is not None and case.evidence.view is not None else View()
     killed = case.cause is Cause.DEADLINE
-    for judge in (_stopped, _uninterruptible, _network, _file, _lock, _computing):
+    for judge in (_stopped, _uninterruptible, _child, _network, _file, _lock, _computing, _holding):
         verdict = judge(case, view)
         if verdict is not None:
             name, says, advice, confidence = verdict
@@ -78,10 +99,32 @@ def _uninterruptible(case: Case, view: View) -> Verdict:
     return "hang-uninterruptible", says, "look at `dmesg` and at the server or disk behind it", "certain"
 
 
+def _child(case: Case, view: View) -> Verdict:
+    """It waits for a program that it has started: for its end, or for what it writes."""
+    if not view.children:
+        return None
+    stack = case.evidence.stack if case.evidence is not None else ""
+    ends = view.call in _CHILD_CALLS
+    listens = "pipe" in view.on.split(", ") and view.call in _WAIT_CALLS | {"read", "write"}
+    if not ends and not listens and not (view.call in _WAIT_CALLS and _CHILD_CODE.search(stack)):
+        return None
+    says = f"it waits for a process that it has started: {_children(view)}"
+    advice = "look at what that program waits for; subprocess.run(..., timeout=30) gives it up"
+    return "hang-child", says, advice, "certain" if ends else "likely"
+
+
+def _is_local(view: View) -> bool:
+    """A socket to another process of this machine, not to the network."""
+    return view.on.startswith("unix socket")
+
+
 def _network(case: Case, view: View) -> Verdict:
     stack = case.evidence.stack if case.evidence is not None else ""
     names = "getaddrinfo" in stack or "getaddrinfo" in view.line
-    if not (view.call in _SOCKET_CALLS or view.on == "socket" or names or _NETWORK_CODE.search(stack)):
+    on = view.on.split(", ")
+    if not (view.call in _SOCKET_CALLS or "socket" in on or names or _NETWORK_CODE.search(stack)):
+        return None
+    if _is_local(view) and "socket" not in on and not names:
         return None
     if view.call not in _SOCKET_CALLS | _WAIT_CALLS | {"read", "write", ""}:
         return None
@@ -95,12 +138,17 @@ def _network(case: Case, view: View) -> Verdict:
 
 
 def _file(case: Case, view: View) -> Verdict:
-    if view.call not in _FILE_CALLS:
+    local = _is_local(view) and view.call in _SOCKET_CALLS | _WAIT_CALLS
+    if view.call not in _FILE_CALLS and not local:
         return None
     what = {"pipe": "a pipe", "": "a file"}.get(view.on, view.on)
+    if _is_local(view):
+        what = f"another process of this machine ({view.on})"
     where = f", on {view.file_system}" if view.file_system else ""
     says = f"it waits in {view.call} for {what}{where}"
     advice = "look at what feeds that file, pipe or file system; copy the data to a local disk"
+    if _is_local(view):
+        advice = "is the process at its other end alive, and not busy with somebody else? Give the call a timeout"
     return "hang-io", says, advice, "certain"
 
 
@@ -108,7 +156,10 @@ def _lock(case: Case, view: View) -> Verdict:
     if view.call != "futex":
         return None
     stack = case.evidence.stack if case.evidence is not None else ""
-    own_lock = bool(_LOCK_LINE.search(view.line) or _LOCK_CODE.search(stack.partition("\n\n")[0][:400]))
+    # Python gives the GIL away while it waits for a lock of its own.
+    own_lock = not view.gil and bool(
+        _LOCK_LINE.search(view.line) or _LOCK_CODE.search(stack.partition("\n\n")[0][:400])
+    )
     threads = _threads_at_fork(case)
     if threads > 1 and own_lock and "new keeper" in case.did:
         return (
@@ -117,8 +168,13 @@ def _lock(case: Case, view: View) -> Verdict:
             'multiprocessing_context="spawn", or make the loader before those threads',
             "likely",
         )
+    _, library = library_of(view)
+    if view.gil and "new keeper" not in case.did and not (library is not None and library.threads):
+        return None  # a lock of native code's own: see _holding
     if threads > 1 and not own_lock:
-        return _fork_after_threads(threads, "likely")
+        return _fork_after_threads(view, threads, "likely")
+    if view.gil:
+        return None
     says = "it waits for a lock that is not released"
     return "hang-lock", says, "the stack shows which lock; who holds it, and will it ever let go?", "likely"
 
@@ -129,13 +185,19 @@ def _threads_at_fork(case: Case) -> int:
     return case.evidence.trainer_threads
 
 
-def _fork_after_threads(threads: int, confidence: Confidence) -> Verdict:
+def _fork_after_threads(view: View, threads: int, confidence: Confidence) -> Verdict:
+    name, library = library_of(view)
+    who = name if library is not None and library.threads else "native code"
+    helps = (
+        f"; or {library.advice}"
+        if library is not None and library.threads
+        else ("; or one thread in workers: torch.set_num_threads(1), cv2.setNumThreads(0), OMP_NUM_THREADS=1")
+    )
     return (
         "fork-after-threads",
-        f"native code waits for threads that a fork does not copy (the trainer had {threads} threads then)",
-        'multiprocessing_context="spawn"; or one thread in workers: torch.set_num_threads(1), cv2.setNumThreads(0), '
-        "OMP_NUM_THREADS=1",
-        confidence,
+        f"{who} waits for threads that a fork does not copy (the trainer had {threads} threads then)",
+        'multiprocessing_context="spawn"' + helps,
+        "likely" if library is not None and library.threads else confidence,
     )
 
 
@@ -144,9 +206,24 @@ def _computing(case: Case, view: View) -> Verdict:
         return None
     threads = _threads_at_fork(case)
     if threads > 1 and "new keeper" in case.did:
-        return _fork_after_threads(threads, "possible")  # a library that spins while it waits looks like this, too
-    says = "it computes without an end: a loop, or native code that does not come back"
+        return _fork_after_threads(view, threads, "possible")  # a library that spins while it waits looks so, too
+    name, _ = library_of(view)
+    what = f"native code ({name}) that does not come back" if name else "a loop, or native code that does not come back"
+    says = f"it computes without an end: {what}"
     return "hang-native", says, "the last line of the stack is the call; try that sample alone", "likely"
+
+
+def _holding(case: Case, view: View) -> Verdict:
+    """Python gives the GIL away before it waits; who waits with it is native code."""
+    if not view.gil or view.state not in ("S", "D"):
+        return None
+    name, library = library_of(view)
+    says = (
+        f"native code{f' ({name})' if name else ''} waits in {view.call or 'the kernel'} and holds the GIL meanwhile: "
+        "no Python timeout, signal handler or thread of this worker can run"
+    )
+    helps = f"{library.advice}; " if library is not None else ""
+    return "hang-native", says, f"{helps}the last line of the stack is the call; try that sample alone", "certain"
 
 
 RULES = (hung,)

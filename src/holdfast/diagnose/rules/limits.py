@@ -105,4 +105,16 @@ def no_space(case: Case) -> Finding | None:
     )
 
 
-RULES = (cannot_fork, processes_refused, descriptors_grown, descriptors, no_space, cannot_start_thread)
+def over_quota(case: Case) -> Finding | None:
+    """EDQUOT: the disk has room, but not for this user, group or project."""
+    if case.raised is None or case.raised.errno != errno.EDQUOT:
+        return None
+    return Finding(
+        "quota-exceeded",
+        f"the quota of this user, group or project is used up: {case.raised.text}",
+        case.raised.facts,
+        "`quota -s` (Lustre: lfs quota -u $USER PATH) shows it; remove files, or let TMPDIR point elsewhere",
+    )
+
+
+RULES = (cannot_fork, processes_refused, descriptors_grown, descriptors, no_space, over_quota, cannot_start_thread)

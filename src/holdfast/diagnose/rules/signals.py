@@ -4,10 +4,11 @@ import re
 import signal
 
 from holdfast.core.messages import Cause
-from holdfast.diagnose.finding import Case, Finding
+from holdfast.diagnose.finding import TRAINER, Case, Finding
 from holdfast.diagnose.rules.memory import memory_seen
 from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
+from holdfast.local.sender import Sender
 
 # What schedulers' programs are called: pattern of the command line, name, where to look.
 _SCHEDULERS = (
@@ -103,17 +104,16 @@ def scheduled(case: Case) -> Finding | None:
     sender = case.evidence.sender if case.evidence is not None else None
     if case.what != "signal" or sender is None:
         return None
-    command = sender.commands[0][1] if sender.commands else ""
-    for pattern, name, advice in _SCHEDULERS:
-        if pattern.search(command):
-            return Finding(
-                "terminated-by-scheduler",
-                f"{name} sent {signal_name(case.code)}: it may be about to end this job, or this container; "
-                f"{_who(case)} noted that and went on",
-                (f"{signal_name(case.code)} {_from(case)}", *_seen_around(case)),
-                f"{advice}; save a checkpoint when the trainer gets the same signal",
-            )
-    return None
+    name, advice = _scheduler_of(sender)
+    if not name:
+        return None
+    return Finding(
+        "terminated-by-scheduler",
+        f"{name} sent {signal_name(case.code)}: it may be about to end this job, or this container; "
+        f"{_who(case)} noted that and went on",
+        (f"{signal_name(case.code)} {_from(case)}", *_seen_around(case)),
+        f"{advice}; save a checkpoint when the trainer gets the same signal",
+    )
 
 
 def _seen_around(case: Case) -> tuple[str, ...]:
@@ -147,4 +147,38 @@ def ended_by_signal(case: Case) -> Finding | None:
     )
 
 
-RULES = (keeper_lost, killed, interrupted, scheduled, noted, ended_by_signal)
+# What a scheduler leaves between the signal that asks and the SIGKILL that does not, by its own defaults.
+_GRACE = {
+    "Slurm": "SIGKILL follows after KillWait, 30 s by default",
+    "Spark": "an executor's end is 10 s away at most",
+    "YARN": "SIGKILL follows after 250 ms by default",
+    "the container runtime": "SIGKILL follows after the grace period, 30 s by default (docker stop: 10 s)",
+    "torchrun": "SIGKILL follows after 30 s by default",
+}
+
+
+def trainer_signalled(case: Case) -> Finding | None:
+    """The trainer itself was sent a signal; what it does about it is its own affair."""
+    if case.what != "signal" or case.worker != TRAINER:
+        return None
+    name = signal_name(case.code)
+    sender = case.evidence.sender if case.evidence is not None else None
+    seen = (f"{name} {_from(case)}", *_seen_around(case))
+    if sender is not None and sender.from_kernel:
+        says = "Ctrl-C was pressed" if case.code == signal.SIGINT else f"the terminal sent {name}"
+        return Finding("trainer-signalled", says, seen, "nothing, if that was you")
+    who, advice = _scheduler_of(sender)
+    if who:
+        grace = f"; {_GRACE[who]}" if who in _GRACE and case.code == signal.SIGTERM else ""
+        says = f"{who} sent {name}: it is about to end this job{grace}"
+        return Finding("trainer-signalled", says, seen, f"{advice}; save a checkpoint when {name} comes")
+    says = f"{name} was sent to the trainer from outside"
+    return Finding("trainer-signalled", says, seen, "the sender's command line, and that of its parents, say who it is")
+
+
+def _scheduler_of(sender: Sender | None) -> tuple[str, str]:
+    command = sender.commands[0][1] if sender is not None and sender.commands else ""
+    return next(((name, advice) for pattern, name, advice in _SCHEDULERS if pattern.search(command)), ("", ""))
+
+
+RULES = (trainer_signalled, keeper_lost, killed, interrupted, scheduled, noted, ended_by_signal)

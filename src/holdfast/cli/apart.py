@@ -1,0 +1,79 @@
+"""Run something in a child of this process and have its answer: what ends the child does not end the command."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from holdfast.local.linux import signal_name
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+class Died(Exception):
+    """The child ended without an answer: `how`, and what it was `doing`."""
+
+    def __init__(self, how: str, doing: str) -> None:
+        super().__init__(how, doing)
+        self.how = how
+        self.doing = doing
+
+
+def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T:
+    """The answer of `work`, which may say what it is doing. Exceptions of the kinds `told` are raised here again."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _work(work, told, theirs)
+    theirs.close()
+    doing, answer = "", None
+    try:
+        while answer is None:
+            kind, value = ours.recv()
+            if kind == "doing":
+                doing = value
+            else:
+                answer = (kind, value)
+    except EOFError:
+        pass  # it ended: its status says how
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        ours.close()
+        _, status = os.waitpid(pid, 0)
+    if answer is None:
+        code = os.waitstatus_to_exitcode(status)
+        raise Died(signal_name(-code) if code < 0 else f"exit code {code}", doing)
+    kind, value = answer
+    if kind == "raised":
+        raise value
+    result: T = value
+    return result
+
+
+def _work(work: Callable[[Say], Any], told: tuple[type[Exception], ...], to: Connection) -> None:
+    """In the child; never returns."""
+    status = 1
+    try:
+        faulthandler.enable() if sys.stderr is sys.__stderr__ else faulthandler.disable()
+        try:
+            to.send(("answer", work(lambda doing: to.send(("doing", doing)))))
+        except told as error:
+            to.send(("raised", error))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
