@@ -13,7 +13,7 @@ from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised
 
 Confidence = Literal["certain", "likely", "possible"]
-What = Literal["exited", "silent", "signal", "raised", "retried", "boot"]
+What = Literal["exited", "silent", "signal", "raised", "retried", "boot", "unpinned"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ def _traceback(case: Case) -> str:
 def _headline(case: Case, finding: Finding) -> str:
     who = f"worker {case.worker}" if case.worker >= 0 else "the keeper"
     match case.what:
+        case "unpinned":
+            return "the trainer cannot let the device read shared memory in place"
         case "exited":
             end = _end(case)
         case "silent":
@@ -173,6 +175,8 @@ class Record:
     counts: Counter[str] = field(default_factory=Counter)
     waited_s: float = 0.0
     ran_s: float = 0.0
+    device_waited_s: float = 0.0
+    device_ran_s: float = 0.0
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 
@@ -205,6 +209,8 @@ class Report:
             f"  {s['batches']} batches, {s['samples']} samples delivered; "
             f"{s['restarts']} workers restarted, {s['bad_samples']} bad samples, {s['retries']} retries",
         ]
+        if "device_waited_share" in s:
+            lines.append(f"  the device waited for data {s['device_waited_share']:.1%} of {s['device_ran_s']:.1f} s")
         lines += [line for name in self._findings() for line in self._folded(name)]
         if self.bad_samples:
             lines.append("  bad samples")

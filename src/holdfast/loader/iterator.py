@@ -27,7 +27,9 @@ from holdfast.diagnose.finding import Again
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
+from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
+from holdfast.loader.leaves import moved
 from holdfast.loader.tell import Teller
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
@@ -56,6 +58,10 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
+        device = checked(loader.device)
+        pinned_for = (self._pin_memory_device or "cuda") if self._pin_memory else None
+        self._gate, self._ferry, self._plain_device = way_to(device, pinned_for, self._prefetch, record)
+        self._pin_memory = self._pin_memory and device is None  # what is on a device cannot be pinned
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
@@ -86,6 +92,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             fork=self._method == "fork",
             sample_timeout=self._policy.sample_timeout,
             growth_bytes=self._policy.worker_bytes,
+            gate=self._gate,
         )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -106,6 +113,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._over = False
         self._began = time.monotonic()
         self._last_words: BaseException | None = None
+        if self._ferry is not None:
+            self._ferry.clear()
         self._teller.first_task = self._first_task
         running = [] if first_iter else self._ledger.lives
         self._ledger: Ledger = Ledger(
@@ -135,6 +144,25 @@ class WorkerIterator(_BaseDataLoaderIter):
         return self._next_batch()
 
     def _next_batch(self) -> Any:
+        if self._gate is not None:
+            self._gate.step()
+            self._gate.pace()
+        if self._ferry is None:
+            unpacked = self._due()
+        else:
+            unpacked = self._ferry.next(self._due, self._at_once)
+            if not self._drained:
+                self._draw()
+        counts = self._record.counts
+        counts["samples"] += unpacked.samples
+        counts["batches"] += 1
+        self._num_yielded += 1
+        if self._iterable and self._IterableDataset_len_called is not None:
+            self._warn_of_length()
+        return unpacked.batch
+
+    def _due(self) -> Unpacked:
+        """The next one, when it has come."""
         supervisor, ready = self._supervisor, self._ready
         if supervisor.torn:
             raise LoaderTorn(
@@ -151,14 +179,27 @@ class WorkerIterator(_BaseDataLoaderIter):
             if not ready:
                 self._end()
                 raise StopIteration
-            task, result = ready.popleft()
-            asked = self._asked.pop(task)
-            self._given_by.pop(task, None)
-            if not self._drained:
-                self._draw()
-            batch = self._open(task, asked, result)
-            if batch is not None:
-                return batch[0]
+            unpacked = self._take()
+            if unpacked is not None:
+                return unpacked
+
+    def _at_once(self) -> Unpacked | None:
+        """The next one, if it is there already."""
+        if not self._ready:
+            self._supervisor.step(0)
+        unpacked = None
+        while unpacked is None and self._ready and self._supervisor.stop is None:
+            unpacked = self._take()
+        return unpacked
+
+    def _take(self) -> Unpacked | None:
+        """One that is ready; None where nothing was left of it."""
+        task, result = self._ready.popleft()
+        asked = self._asked.pop(task)
+        self._given_by.pop(task, None)
+        if not self._drained and self._ferry is None:
+            self._draw()
+        return self._open(task, asked, result)
 
     def _wait(self) -> None:
         """Until a batch is ready, or nothing is left to wait for."""
@@ -180,7 +221,8 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _draw(self) -> None:
         """Take from the sampler what there is room for: never further ahead than torch does."""
         supervisor = self._supervisor
-        while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < self._prefetch:
+        room = self._prefetch if self._ferry is None else self._prefetch - len(self._ferry)
+        while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < room:
             if self._drained:
                 return
             if self._iterable and not self._ledger.open_streams:
@@ -245,32 +287,34 @@ class WorkerIterator(_BaseDataLoaderIter):
         positions = [i for i in range(len(asked)) if i not in bad]
         return [asked[i] for i in positions], positions
 
-    def _open(self, task: int, asked: Any, result: object) -> tuple[Any] | None:
-        """The batch in a 1-tuple; None where nothing was left of it. Raises what the user must see."""
+    def _open(self, task: int, asked: Any, result: object) -> Unpacked | None:
+        """The batch; None where nothing was left of it. Raises what the user must see."""
         if isinstance(result, Lost):
             self._at_hand = (task, asked)
             raise self._teller.lost(result)
         assert isinstance(result, Parcel)
-        content = self._host.take_out(result)
+        # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
+        content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
         if result.failed:
             self._at_hand = (task, asked)
             raise self._teller.failure(content, task - self._first_task, result.worker)
         notes, batch = content
-        counts = self._record.counts
         if notes is None:
-            counts["samples"] += len(asked) if self._auto_collation else 1
+            samples = len(asked) if self._auto_collation else 1
         else:
             self._at_hand = (task, asked)
-            counts["samples"] += self._take_notes(notes, asked, task - self._first_task, result.worker)
+            samples = self._take_notes(notes, asked, task - self._first_task, result.worker)
             if batch is None and not self._iterable:
+                self._record.counts["samples"] += samples
                 return None
-        counts["batches"] += 1
-        if self._pin_memory:
+        if self._gate is not None and self._gate.refused is not None:
+            self._teller.not_registered(self._gate.refused)
+        if self._pin_memory and (self._gate is None or not self._gate.capturing()):
+            # What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold.
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._num_yielded += 1
-        if self._iterable and self._IterableDataset_len_called is not None:
-            self._warn_of_length()
-        return (batch,)
+        elif self._plain_device is not None:
+            batch = moved(batch, self._plain_device)
+        return Unpacked(batch, samples, result)
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
@@ -328,8 +372,12 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _end(self) -> None:
         self._record.ran_s += time.monotonic() - self._began
+        if self._ferry is not None:
+            self._ferry.clear()
         if not self._persistent_workers:
             self._shutdown_workers()
+        if self._gate is not None:
+            self._gate.step()  # what those workers had is unregistered now, not when some other loader runs
 
     @property
     def _workers(self) -> list[WorkerHandle]:

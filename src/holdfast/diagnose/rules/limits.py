@@ -71,4 +71,19 @@ def no_space(case: Case) -> Finding | None:
     )
 
 
-RULES = (cannot_fork, descriptors, no_space, cannot_start_thread)
+def memory_not_locked(case: Case) -> Finding | None:
+    """CUDA would not register shared memory."""
+    raised = case.raised
+    if case.what != "unpinned" or raised is None:
+        return None
+    return Finding(
+        "memory-not-locked",
+        f"CUDA refused to lock memory: {raised.text}",
+        raised.facts,
+        "a higher limit on locked memory (`ulimit -l unlimited`; docker run --ulimit memlock=-1), more memory for the "
+        "job, or fewer workers",
+        "likely",
+    )
+
+
+RULES = (memory_not_locked, cannot_fork, descriptors, no_space, cannot_start_thread)
