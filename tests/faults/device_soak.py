@@ -69,9 +69,8 @@ def soak(batches, workers, way):
     killer = Killer(iterator)
     killer.start()
     seen = 0
-    for samples, labels in iterator:
-        if way == "pin_memory":
-            samples, labels = samples.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True)
+    for batch in iterator:
+        samples, labels = (part.to("cuda", non_blocking=True) for part in batch)  # the same, if they are there already
         place = torch.arange(seen * BATCH, (seen + 1) * BATCH, device="cuda")
         misplaced += (labels != place).sum()
         want = row * (place[:, None] + 1) + place[:, None] * PRIME
@@ -95,8 +94,8 @@ def main(argv=None):
         seconds = time.monotonic() - began
         exact = exact and seen == options.batches and not wrong and not misplaced
         print(
-            f"{way}: {seen} of {options.batches} batches of {BATCH} in {seconds:.1f} s; {kills} kills, {restarts} workers "
-            f"restarted; {wrong} samples wrong, {misplaced} out of place",
+            f"{way}: {seen} of {options.batches} batches of {BATCH} in {seconds:.1f} s; {kills} kills, "
+            f"{restarts} workers restarted; {wrong} samples wrong, {misplaced} out of place",
             flush=True,
         )
     return 0 if exact else 1

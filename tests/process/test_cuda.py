@@ -459,11 +459,11 @@ def test_a_capture_in_another_thread_is_not_spoilt(way):
     thread = threading.Thread(target=capture)
     thread.start()
     assert begun.wait(30), "no capture began"
-    for _ in range(12):
-        seen += next(iterator)[1].tolist()
+    taken = [next(iterator)[1] for _ in range(12)]
     done.set()
     thread.join(30)
     torch.cuda.synchronize()
+    seen += [x for labels in taken for x in labels.tolist()]
     assert not errors and data.tolist() == [2.0] * 8
     for _, labels in iterator:
         seen += labels.tolist()

@@ -95,7 +95,8 @@ class Waits:
         while self._pairs and self._pairs[0][1].query():  # type: ignore[no-untyped-call]
             asked, given = self._pairs.popleft()
             self._record.device_waited_s += asked.elapsed_time(given) / 1000
-            self._record.device_ran_s += (self._last or asked).elapsed_time(given) / 1000
+            # (Of two streams one may be behind the other.)
+            self._record.device_ran_s += max(0.0, (self._last or asked).elapsed_time(given) / 1000)
             self._last = given
 
     def clear(self) -> None:
@@ -237,7 +238,9 @@ class Ferry:
         crossing.twins = [twin for twin, _ in copies]
         crossing.bytes = sum(twin.nbytes for twin in crossing.twins)
         parcel = crossing.parcel
-        if self._gate is not None and parcel is not None and parcel.slots is not None:
+        if parcel is None or parcel.slots is None or parcel.slot not in parcel.slots.lent:
+            crossing.parcel = None  # copied out of its slot, or never in one
+        elif self._gate is not None:
             self._gate.copying(parcel.slots, parcel.slot, crossing)
 
     def _twins(
