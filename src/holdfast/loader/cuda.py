@@ -5,6 +5,7 @@ check would find it. Who may call when, and why, is in loader/gate.py.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ _SUCCESS = 0
 _PORTABLE = 1  # for every device
 _NO_TIMING = 2
 _RELAXED = 2
+# Streams in torch's pool.
+_POOL = 32
 
 Mark = tuple[int, int]  # a context, and an event in it
 
@@ -40,6 +43,7 @@ class Driver:
         self._capturing = _declared(quick.cuStreamIsCapturing, handle, ctypes.POINTER(number))
         self._name = _declared(quick.cuGetErrorName, number, ctypes.POINTER(ctypes.c_char_p))
         self._contexts: dict[int, int] = {}  # device -> its primary context
+        self._pools: dict[int, set[int]] = {}  # device -> streams
         self._spare: dict[int, list[int]] = {}  # context -> events that have passed
 
     def capturing(self) -> bool:
@@ -47,13 +51,26 @@ class Driver:
         if torch.cuda.is_current_stream_capturing():
             return True
         stream = torch.cuda.graph.default_capture_stream
-        if stream is None:
-            return False
+        return stream is not None and self._is_capturing(stream.cuda_stream)
+
+    def _is_capturing(self, stream: int) -> bool:
         status = ctypes.c_int()
-        return bool(self._capturing(stream.cuda_stream, status) == _SUCCESS and status.value)
+        return bool(self._capturing(stream, status) == _SUCCESS and status.value)
+
+    def _pool(self) -> set[int]:
+        """torch's streams of usual priority: it has so many, and hands them out in turns."""
+        device = torch.cuda.current_device()
+        if device not in self._pools:
+            self._pools[device] = {torch.cuda.Stream(device).cuda_stream for _ in range(_POOL)}  # type: ignore[no-untyped-call]
+        return self._pools[device]
 
     def mark(self) -> list[Mark] | None:
-        """An event in each context behind all that its streams were given so far; None where that is refused."""
+        """An event in each context behind all that its streams were given so far; None where that is refused.
+
+        Of all calls this one spoils a capture in another thread whatever we do; so it is not made during one.
+        """
+        if threading.active_count() > 1 and any(self._is_capturing(stream) for stream in self._pool()):
+            return None
         marks: list[Mark] = []
         for context in self._active():
             with self._inside(context):

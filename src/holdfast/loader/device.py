@@ -139,16 +139,23 @@ class Ferry:
             self._waits.asked(stream)
         if not self._ahead:
             self._ahead.append(Crossing(due()))
-        unpacked = self._deliver(stream, capturing)
+        crossing = self._ahead[0]
+        if crossing.error is not None:
+            self._ahead.popleft()
+            raise crossing.error
+        self._land(crossing, stream, capturing)
         if not capturing:
             self._waits.given(stream)
             self._take_ahead(ready, stream)
-        return unpacked
+        self._ahead.popleft()  # only now: whatever was raised until here, it is not lost
+        batch, crossing.batch, crossing.host, crossing.twins = crossing.batch, None, None, []
+        return Unpacked(batch, crossing.samples)
 
     def _take_ahead(self, ready: Callable[[], Unpacked | None], stream: torch.cuda.Stream) -> None:
-        while len(self._ahead) < self._most:
-            if self._ahead and sum(c.bytes for c in self._ahead) + self._ahead[-1].bytes > AHEAD_BYTES:
-                return
+        """Beside the one that is due."""
+        while len(self._ahead) <= self._most:
+            if sum(crossing.bytes for crossing in self._ahead) > AHEAD_BYTES:
+                return  # with the one that is due, which is as large as the one that would come
             try:
                 unpacked = ready()
             except Exception as error:  # the user's to see, when it is this batch's turn
@@ -162,30 +169,24 @@ class Ferry:
             self._ahead.append(crossing)
             try:
                 self._queue_copy(crossing, stream)
-            except torch.OutOfMemoryError:
-                self._most = max(0, len(self._ahead) - 1)  # fewer from now on; this one is tried again at its turn
+            except RuntimeError:  # no memory, mostly: fewer ahead from now on. It is tried again at its turn
+                self._most = max(0, len(self._ahead) - 2)
                 return
 
-    def _deliver(self, stream: torch.cuda.Stream, capturing: bool) -> Unpacked:
-        crossing = self._ahead[0]
-        if crossing.error is not None:
-            self._ahead.popleft()
-            raise crossing.error
+    def _land(self, crossing: Crossing, stream: torch.cuda.Stream, capturing: bool) -> None:
+        """It is there, or will be before the stream does anything more."""
         if not crossing.queued:
             try:
                 self._queue_copy(crossing, stream, capturing)
                 if not crossing.queued:
                     crossing.batch = moved(crossing.host, self._device)
             except torch.OutOfMemoryError as error:
-                error.add_note(self._too_large(crossing))
+                error.add_note(self._too_large())
                 raise
-        self._ahead.popleft()
         if crossing.queued:
             self._join(crossing, stream, capturing)
-        batch, crossing.batch, crossing.host, crossing.twins = crossing.batch, None, None, []
-        return Unpacked(batch, crossing.samples)
 
-    def _too_large(self, crossing: Crossing) -> str:
+    def _too_large(self) -> str:
         return (
             f"a batch did not fit on {self._device}; next() tries the same one again\n"
             f"    seen   {len(self._ahead) - 1} other batches of this loader are there ahead of their turn\n"
@@ -254,7 +255,7 @@ class Ferry:
         for key, leaf in leaves.items():
             address = leaf.data_ptr()
             inside = start <= address and address + leaf.nbytes <= end
-            if inside and leaf.nbytes < SMALL and (address - start) % ALIGN == 0 and leaf.is_contiguous():
+            if inside and 0 < leaf.nbytes < SMALL and (address - start) % ALIGN == 0 and leaf.is_contiguous():
                 small.append((address, leaf))
                 continue
             twins[key] = torch.empty_like(leaf, device=self._device)

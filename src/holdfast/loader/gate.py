@@ -14,13 +14,15 @@ waited for, only asked, except when the trainer has run far ahead of the device 
 Every call to the driver is made inside some next() or iter(), never from a finalizer, and none while a graph is being
 captured: each of them would spoil the capture. What a dropped loader leaves registered is taken back by the next call
 of any loader, so there is one gate per process, as there is one table of registered memory. Until then the gate holds
-on to it: memory must not be unmapped while it is registered.
+on to it: memory must not be unmapped while it is registered, or the device would read pages that are nobody's any more
+wherever that address is used next. To unregister waits for the device, so slots stay registered as long as they can.
 """
 
 import mmap
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import AbstractContextManager
 from functools import cache
@@ -29,11 +31,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from holdfast.loader.cuda import Driver, Mark
+from holdfast.shm.memory import Memory
 from holdfast.shm.slots import Slots
 
 # A larger batch in a registered slot makes room for one larger still: batches of varying length shall not be
-# registered again and again. The first time it is exact, for most batches are all of one size.
-_HEADROOM = 8
+# registered again and again, by this share. The first time it is exact, for most batches are all of one size.
+_HEADROOM = 4
 # The trainer may queue work for so many batches more than the device has done. It never idles with that many queued,
 # and memory is bounded. A real step is hundreds of kernels, of which CUDA itself queues a thousand.
 MOST_BEHIND = 8
@@ -49,6 +52,14 @@ class Copying(Protocol):
 
     def landed(self) -> bool:
         """True once the copy is done."""
+
+
+class Orphan(NamedTuple):
+    """What was registered of slots that nobody holds any more; it keeps them mapped."""
+
+    memory: Memory
+    stride: int
+    registered: dict[int, int]
 
 
 class Refusal(NamedTuple):
@@ -69,6 +80,8 @@ class CudaGate:
         self._copies: dict[Key, Copying] = {}  # what we read ourselves
         self._unseen: set[Key] = set()  # ... and nobody else looks at
         self._leaving: deque[Key] = deque()  # pages that shall go back
+        self._known: weakref.WeakSet[Slots] = weakref.WeakSet()  # of which something is or was registered
+        self._orphans: deque[Orphan] = deque()
         self._patient = True
         self.refused: Refusal | None = None
 
@@ -99,6 +112,10 @@ class CudaGate:
                 self.refused = Refusal(why, size)
                 return False
             slots.registered[slot] = size
+            if slots not in self._known:
+                self._known.add(slots)
+                orphan = Orphan(slots.memory, slots.stride, slots.registered)
+                weakref.finalize(slots, self._orphans.append, orphan).atexit = False
         return True
 
     def copying(self, slots: Slots, slot: int, copy: Copying) -> None:
@@ -111,7 +128,7 @@ class CudaGate:
             self._copies.pop((slots, slot), None)
 
     def capturing(self) -> bool:
-        """True while a graph is being captured."""
+        """True while a graph is being captured in this thread, or as usual in another."""
         return self._driver.capturing()
 
     def relaxed(self) -> AbstractContextManager[None]:
@@ -120,7 +137,7 @@ class CudaGate:
 
     def step(self) -> None:
         """Let go of what no copy reads any more."""
-        if not (self._back or self._copies or self._marked or self._leaving):
+        if not (self._back or self._copies or self._marked or self._leaving or self._orphans):
             return
         if not self._turn.acquire(blocking=False):
             return
@@ -131,6 +148,7 @@ class CudaGate:
                     self._see_copies()
                     self._see_marks()
                     self._empty_leaving()
+                    self._end_orphans()
         finally:
             self._turn.release()
 
@@ -194,6 +212,12 @@ class CudaGate:
             if slot in slots.registered:
                 self._forget(slots, slot)
             slots.put_back(slot)
+
+    def _end_orphans(self) -> None:
+        while self._orphans:
+            memory, stride, registered = self._orphans.popleft()
+            for slot in registered:
+                self._driver.unregister(memory.address + slot * stride)
 
     def _forget(self, slots: Slots, slot: int) -> None:
         """What the driver would not give back, it has lost with its context."""

@@ -41,6 +41,9 @@ SMALLEST_STRIDE = 1 << 20
 LARGEST_STRIDE = 8 << 30
 # Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
 KEEPABLE = 32
+# What a registered slot may keep beyond its use. To unregister pages waits for the device; batches of varying length
+# shall not do that all the time.
+LOCKED_SURPLUS = 64 << 20
 FREE, CLAIMED = 0, 1
 
 
@@ -189,8 +192,8 @@ class Slots:
         self.lent.pop(slot, None)  # after it is free: what is lent and what is claimed must fit together
 
     def pages_go_back(self, slot: int) -> bool:
-        """True when `put_back` would give pages of it to the system."""
-        return self.retired or self._used[slot] > 2 * self._usual + SMALLEST_STRIDE
+        """True when pages of a registered slot are worth giving to the system."""
+        return self.retired or self._used[slot] > 2 * self._usual + LOCKED_SURPLUS
 
     def looked_at(self, slot: int) -> bool:
         """True while a view of this lent slot lives."""
