@@ -242,6 +242,7 @@ def test_what_the_user_still_looks_at_is_not_ours_alone(slots, gate, device):
 
 
 def test_a_dropped_loader_keeps_its_memory_mapped_until_it_is_unregistered(gate, device):
+    gc.collect()
     slots = made(gate)
     before = mappings()
     _, view = lent(slots, gate)
