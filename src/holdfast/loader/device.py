@@ -226,14 +226,15 @@ class Ferry:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side = self._side
         home = side if capturing else stream  # what is allocated on a captured stream belongs to the graph
-        with torch.cuda.stream(home) if capturing else nullcontext():
-            twins, copies = self._twins(leaves, crossing.parcel, capturing)
-        if home != side:
-            side.wait_event(home.record_event())
-        with torch.cuda.stream(side):
-            for twin, source in copies:
-                twin.copy_(source, non_blocking=True)
-        crossing.copied = side.record_event()
+        with self._relaxed():  # torch may have to ask the driver for memory
+            with torch.cuda.stream(home) if capturing else nullcontext():
+                twins, copies = self._twins(leaves, crossing.parcel, capturing)
+            if home != side:
+                side.wait_event(home.record_event())
+            with torch.cuda.stream(side):
+                for twin, source in copies:
+                    twin.copy_(source, non_blocking=True)
+            crossing.copied = side.record_event()
         crossing.batch = mapped(host, lambda leaf: twins[id(leaf)] if id(leaf) in twins else kept(leaf))
         crossing.stream, crossing.queued, crossing.host = home, True, None
         crossing.twins = [twin for twin, _ in copies]

@@ -309,12 +309,21 @@ class WorkerIterator(_BaseDataLoaderIter):
                 return None
         if self._gate is not None and self._gate.refused is not None:
             self._teller.not_registered(self._gate.refused)
-        if self._pin_memory and (self._gate is None or not self._gate.capturing()):
-            # What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold.
-            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        if self._pin_memory:
+            batch = self._pinned(batch)
         elif self._plain_device is not None:
             batch = moved(batch, self._plain_device)
         return Unpacked(batch, samples, result)
+
+    def _pinned(self, batch: Any) -> Any:
+        """What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold."""
+        gate = self._gate
+        if gate is None:
+            return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        if gate.capturing():
+            return batch  # torch would have to ask the driver
+        with gate.relaxed():
+            return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
