@@ -434,19 +434,21 @@ def test_batches_may_be_taken_and_dropped_while_a_graph_is_captured(way):
     assert [x for part in seen for x in part] == list(range(80))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["usual stream", "stream of its own"])
 @pytest.mark.parametrize("way", ["device", "pin_memory"])
-def test_a_capture_in_another_thread_is_not_spoilt(way):
+def test_a_capture_in_another_thread_is_not_spoilt(way, own):
     options = {"device": "cuda"} if way == "device" else {"pin_memory": True}
     iterator = iter(DataLoader(Images(400), batch_size=4, num_workers=2, **options))
     seen = next(iterator)[1].tolist()
     data = torch.zeros(8, device="cuda")
     torch.cuda.synchronize()
     begun, done, errors = threading.Event(), threading.Event(), []
+    stream = torch.cuda.Stream() if own else None
 
     def capture():
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 data.add_(1)
                 begun.set()
                 assert done.wait(30), "the main thread took no batches"
