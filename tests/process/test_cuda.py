@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from holdfast import DataLoader
 from holdfast.loader import device as ferrying
+from holdfast.loader.cuda import Driver
 from holdfast.loader.gate import CudaGate, gate
 from holdfast.loader.iterator import WorkerIterator
 
@@ -502,20 +503,28 @@ def test_a_driver_that_cannot_mark_all_streams(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["device", "pin_memory"])
-def test_what_a_dropped_loader_had_registered_is_taken_back_by_the_next(way):
+def test_what_a_dropped_loader_had_registered_is_taken_back_by_the_next(way, monkeypatch):
     options = {"device": "cuda"} if way == "device" else {"pin_memory": True}
+    calls = []
+    for name in ("register", "unregister"):
+        real = getattr(Driver, name)
+        monkeypatch.setattr(Driver, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
     before = mappings()
     for batch in DataLoader(Images(80), batch_size=4, num_workers=2, **options):
         del batch
         break
     gc.collect()
     torch.cuda.synchronize()
-    assert gate()._leaving, "unregistered outside of next()"
-    for _ in DataLoader(Images(8), batch_size=4, num_workers=1, **options):
+    assert "register" in calls and "unregister" not in calls, "called outside of next()"
+    assert mappings() > before, "unmapped while it was registered"
+    for batch in DataLoader(Images(8), batch_size=4, num_workers=1, **options):
         torch.cuda.synchronize()
-    assert not gate()._leaving
+    del batch
     gc.collect()
-    assert mappings() - before <= 1 + (way == "pin_memory"), "mapped still, but for the last loader's"
+    gate().step()
+    gate().step()
+    assert calls.count("register") == calls.count("unregister")
+    assert mappings() == before
 
 
 @pytest.mark.parametrize("way", ["device", "pin_memory"])

@@ -303,7 +303,7 @@ class LocalHost:
                 self._drain()
             else:
                 self._hear_keeper()
-        if not self._events:
+        if not self._events and timeout_s != 0:
             self._sleep(timeout_s)
         events, self._events = self._events, []
         return events

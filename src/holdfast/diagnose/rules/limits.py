@@ -80,8 +80,8 @@ def memory_not_locked(case: Case) -> Finding | None:
         "memory-not-locked",
         f"CUDA refused to lock memory: {raised.text}",
         raised.facts,
-        "a higher limit on locked memory (`ulimit -l unlimited`; docker run --ulimit memlock=-1), more memory for the "
-        "job, or fewer workers",
+        "more memory for the job or fewer workers; a higher limit on locked memory (`ulimit -l unlimited`, docker run "
+        "--ulimit memlock=-1)",
         "likely",
     )
 
