@@ -519,7 +519,7 @@ def test_what_a_dropped_loader_had_registered_is_taken_back_by_the_next(way, mon
     assert mappings() > before, "unmapped while it was registered"
     for batch in DataLoader(Images(8), batch_size=4, num_workers=1, **options):
         torch.cuda.synchronize()
-    del batch
+        del batch
     gc.collect()
     gate().step()
     gate().step()
