@@ -125,15 +125,9 @@ class Driver:
             context = self._contexts[device] = handle.value
         return context
 
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
+    def relaxed(self) -> "Relaxed":
         """What asks or registers inside does not spoil a capture that some other thread has begun."""
-        mode = ctypes.c_int(_RELAXED)
-        self._exchange(mode)
-        try:
-            yield
-        finally:
-            self._exchange(mode)
+        return Relaxed(self._exchange)
 
     @contextmanager
     def _inside(self, context: int) -> Iterator[None]:
@@ -149,6 +143,22 @@ class Driver:
         name = ctypes.c_char_p()
         self._name(code, name)
         return f"{(name.value or b'an error that it does not name').decode()} ({code})"
+
+
+class Relaxed:
+    """Of this thread: CUDA's `relaxed` mode for captures. A class, because a generator takes longer than the calls."""
+
+    __slots__ = ("_exchange", "_mode")
+
+    def __init__(self, exchange: Callable[..., int]) -> None:
+        self._exchange = exchange
+        self._mode = ctypes.c_int(_RELAXED)
+
+    def __enter__(self) -> None:
+        self._exchange(self._mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._exchange(self._mode)
 
 
 def _declared(function: Callable[..., int], *arguments: type) -> Callable[..., int]:

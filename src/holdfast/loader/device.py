@@ -17,7 +17,7 @@ labels are one copy and a kept one keeps at most `SHARED_BYTES`.
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,17 +78,20 @@ class Waits:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[torch.cuda.Event] = []
         self._last: torch.cuda.Event | None = None
         self._asked: torch.cuda.Event
 
     def asked(self, stream: torch.cuda.Stream) -> None:
-        self._asked = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._asked.record(stream)
+        self._asked = self._recorded(stream)
 
     def given(self, stream: torch.cuda.Stream) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._pairs.append((self._asked, self._recorded(stream)))
+
+    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        self._pairs.append((self._asked, event))
+        return event
 
     def add_up(self) -> None:
         """What the device has passed by now."""
@@ -97,6 +100,7 @@ class Waits:
             self._record.device_waited_s += asked.elapsed_time(given) / 1000
             # (Of two streams one may be behind the other.)
             self._record.device_ran_s += max(0.0, (self._last or asked).elapsed_time(given) / 1000)
+            self._spare += (asked,) if self._last is None else (asked, self._last)
             self._last = given
 
     def clear(self) -> None:
@@ -122,9 +126,6 @@ class Ferry:
     def clear(self) -> None:
         """Forget what is ahead. (The gate holds on to what is being copied until it has landed.)"""
         self._ahead.clear()
-        if not torch.cuda.is_current_stream_capturing():
-            with self._relaxed():
-                self._waits.add_up()
         self._waits.clear()
 
     def next(self, due: Callable[[], Unpacked], ready: Callable[[], Unpacked | None]) -> Unpacked:
@@ -134,8 +135,7 @@ class Ferry:
         stream = torch.cuda.current_stream(self._device)
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing:
-            with self._relaxed():
-                self._waits.add_up()
+            self._waits.add_up()
             self._waits.asked(stream)
         if not self._ahead:
             self._ahead.append(Crossing(due()))
@@ -207,12 +207,8 @@ class Ferry:
             self._gate.shown(crossing.parcel.slots, crossing.parcel.slot)
 
     def _wait_for(self, crossing: Crossing) -> None:
-        with self._relaxed():
-            while not crossing.landed():
-                time.sleep(_LOOK_S)
-
-    def _relaxed(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._gate is None else self._gate.relaxed()
+        while not crossing.landed():
+            time.sleep(_LOOK_S)
 
     # Copies --------------------------------------------------------------------------------------------------------
 
@@ -224,16 +220,17 @@ class Ferry:
             return
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._room = torch.cuda.Event()  # type: ignore[no-untyped-call]  # behind all that used its memory before
         side = self._side
         home = side if capturing else stream  # what is allocated on a captured stream belongs to the graph
-        with self._relaxed():  # torch may have to ask the driver for memory
-            with torch.cuda.stream(home) if capturing else nullcontext():
-                twins, copies = self._twins(leaves, crossing.parcel, capturing)
-            if home != side:
-                side.wait_event(home.record_event())
-            with torch.cuda.stream(side):
-                for twin, source in copies:
-                    twin.copy_(source, non_blocking=True)
+        with torch.cuda.stream(home) if capturing else nullcontext():
+            twins, copies = self._twins(leaves, crossing.parcel, capturing)
+        if not capturing:
+            self._room.record(home)
+            side.wait_event(self._room)
+        with torch.cuda.stream(side):
+            for twin, source in copies:
+                twin.copy_(source, non_blocking=True)
             crossing.copied = side.record_event()
         crossing.batch = mapped(host, lambda leaf: twins[id(leaf)] if id(leaf) in twins else kept(leaf))
         crossing.stream, crossing.queued, crossing.host = home, True, None

@@ -70,7 +70,7 @@ class Refusal(NamedTuple):
 
 
 class CudaGate:
-    """See the module, and `Gate` in shm/slots.py. All but `hold` and `unregister` run inside next() or iter()."""
+    """See the module, and `Gate` in shm/slots.py. All but `hold` and `unregister` run in next(), in `relaxed`."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -102,7 +102,7 @@ class CudaGate:
         if self.refused is not None or self._driver.capturing():
             return False
         address = slots.memory.address + slot * slots.stride
-        with self._turn, self._driver.relaxed():
+        with self._turn:
             if known:
                 size += size // _HEADROOM
                 self._forget(slots, slot)
@@ -132,7 +132,7 @@ class CudaGate:
         return self._driver.capturing()
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """Around questions to the device: a capture in some other thread is not spoilt by them."""
+        """Around all of next(): a capture in some other thread is not spoilt by what we ask and register there."""
         return self._driver.relaxed()
 
     def step(self) -> None:
@@ -143,12 +143,11 @@ class CudaGate:
             return
         try:
             if not self._driver.capturing():
-                with self._driver.relaxed():
-                    self._mark_returned()
-                    self._see_copies()
-                    self._see_marks()
-                    self._empty_leaving()
-                    self._end_orphans()
+                self._mark_returned()
+                self._see_copies()
+                self._see_marks()
+                self._empty_leaving()
+                self._end_orphans()
         finally:
             self._turn.release()
 

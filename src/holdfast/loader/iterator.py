@@ -144,9 +144,14 @@ class WorkerIterator(_BaseDataLoaderIter):
         return self._next_batch()
 
     def _next_batch(self) -> Any:
-        if self._gate is not None:
+        if self._gate is None:
+            return self._deliver()
+        with self._gate.relaxed():
             self._gate.step()
             self._gate.pace()
+            return self._deliver()
+
+    def _deliver(self) -> Any:
         if self._ferry is None:
             unpacked = self._due()
         else:
@@ -317,13 +322,9 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _pinned(self, batch: Any) -> Any:
         """What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold."""
-        gate = self._gate
-        if gate is None:
-            return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        if gate.capturing():
+        if self._gate is not None and self._gate.capturing():
             return batch  # torch would have to ask the driver
-        with gate.relaxed():
-            return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
