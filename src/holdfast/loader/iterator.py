@@ -10,6 +10,7 @@ import random
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
@@ -21,7 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Lost, Send
+from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Send
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.report import Record
@@ -116,6 +117,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         if self._ferry is not None:
             self._ferry.clear()
         self._teller.first_task = self._first_task
+        if not first_iter:
+            for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
+                self._host.discard(result)  # of an epoch that was left
         running = [] if first_iter else self._ledger.lives
         self._ledger: Ledger = Ledger(
             self._num_workers,
@@ -129,7 +133,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             running=running,
         )
         self._supervisor = Supervisor(self._ledger, self._host, self._weak_payload())
-        self._ready = self._supervisor.ready
+        self._ready: deque[Deliver] = self._supervisor.ready
         if not first_iter:
             self._host.abandon_below(self._next_task)
         self._supervisor.open()
