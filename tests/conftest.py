@@ -45,8 +45,9 @@ def descriptors() -> dict[int, str]:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
-        # (/dev/shm: multiprocessing's heap and torch's shared tensors, both cached by them and never made by us)
-        if not target.startswith(("/proc/", "/dev/urandom", "/dev/shm/pym-", "/dev/shm/torch_")):
+        # (/dev/shm: multiprocessing's heap and torch's shared tensors, both cached by them and never made by us;
+        # /dev/nvidia: CUDA's, for the interpreter's life)
+        if not target.startswith(("/proc/", "/dev/urandom", "/dev/shm/pym-", "/dev/shm/torch_", "/dev/nvidia")):
             found[int(fd)] = target
     return found
 

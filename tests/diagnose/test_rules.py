@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import TRAINER, Case, find
-from holdfast.diagnose.rules import ALL
+from holdfast.diagnose.rules import ALL, speed
 from holdfast.local.cgroups import Group
 from holdfast.local.evidence import Evidence, View
 from holdfast.local.oom import Oom
@@ -231,6 +231,22 @@ def test_eagain_of_a_read_is_no_process_limit():
     except BlockingIOError as error:
         case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
     assert named(case).name == "sample-raised"
+
+
+def test_memory_that_cuda_would_not_lock():
+    raised = replace(capture(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY (2)")), facts=("RLIMIT_MEMLOCK 64 KiB",))
+    finding = named(Case(what="unpinned", worker=-1, raised=raised))
+    assert finding.name == "memory-not-locked"
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in finding.says and finding.seen == raised.facts
+
+
+def test_the_device_knows_best_whether_it_waits():
+    """next() may wait while the device is busy."""
+    busy = {"workers": 2, "cpus": 4, "ran_s": 10.0, "waited_s": 9.0}
+    assert [f.name for f in speed.of_stats(busy)] == ["loader-slow"]
+    fine = busy | {"device_ran_s": 10.0, "device_waited_s": 0.01}
+    assert [f.name for f in speed.of_stats(fine)] == ["trainer-slow"]
+    assert speed.of_stats(fine)[0].seen == ("the device waited 0.0 of 10.0 s (0%)",)
 
 
 def test_a_rule_that_breaks_hides_nothing():

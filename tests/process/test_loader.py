@@ -75,6 +75,22 @@ def test_epochs_that_are_left_at_once_do_not_pile_up():
     assert flat(loader) == list(range(12))
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batches_that_were_ready_when_an_epoch_was_left_give_their_memory_back(in_order):
+    loader = DataLoader(
+        Images(24, 64), batch_size=2, num_workers=2, persistent_workers=True, prefetch_factor=4, in_order=in_order
+    )
+    for _ in range(25):
+        iterator = iter(loader)
+        next(iterator)
+        while len(iterator._ready) < 3:  # finished, and nobody will take them
+            iterator._supervisor.step(5)
+    assert len(list(loader)) == 12
+    assert loader.stats()["restarts"] == 0
+    claimed = [sum(line.slots._states) for line in loader._iterator._host._lifelines]
+    assert max(claimed) <= 4, claimed
+
+
 def test_a_batch_stays_as_it_is_when_a_forked_child_drops_it():
     """Also when its loader has ended: its memory would be given back then."""
     for batch, _ in DataLoader(Images(4), batch_size=4, num_workers=1):

@@ -270,6 +270,11 @@ class Ledger:
         task.done, task.result = True, None
         return self._deliver()
 
+    @property
+    def parked(self) -> list[object]:
+        """Results that wait for their turn."""
+        return [task.result for task in self._tasks.values() if task.done and task.result is not None]
+
     def _finished(self, event: Finished) -> Sequence[Action]:
         worker = self._workers[event.worker]
         task = worker.tasks.pop(event.task, None) if event.life == worker.life else None

@@ -133,6 +133,8 @@ def _headline(case: Case, finding: Finding) -> str:
             return f"memory is short: {case.code} worker{'s' if case.code != 1 else ''} at work for now"
         case "copied":
             return f"{who} has copied {case.code} MiB of what it shared with the trainer"
+        case "unpinned":
+            return "the trainer cannot let the device read shared memory in place"
         case "exited":
             end = _end(case)
         case "silent":
@@ -242,6 +244,8 @@ class Record:
     """Bytes that a worker needed at its peak, and workers that were best: the next epoch begins with them."""
     wish: int = 0
     workers: Workers = field(default_factory=Workers)
+    device_waited_s: float = 0.0
+    device_ran_s: float = 0.0
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 
@@ -286,6 +290,8 @@ class Report:
             f"  {s['batches']} batches, {s['samples']} samples delivered; "
             f"{s['restarts']} workers restarted, {s['bad_samples']} bad samples, {s['retries']} retries",
         ]
+        if "device_waited_share" in s:
+            lines.append(f"  the device waited for data {s['device_waited_share']:.1%} of {s['device_ran_s']:.1f} s")
         lines += [line for name in self._findings() for line in self._folded(name)]
         if self.bad_samples:
             lines.append("  bad samples")

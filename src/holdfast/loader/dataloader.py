@@ -1,4 +1,4 @@
-"""DataLoader: torch's signature and attributes, and `policy`; no logic."""
+"""DataLoader: torch's signature and attributes, `policy` and `device`; no logic."""
 
 import os
 from typing import Any, Literal, TypeVar
@@ -8,6 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.runfolder import RunFolder
+from holdfast.loader.device import checked
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import WorkerIterator
 from holdfast.local.cgroups import usable_cpus
@@ -23,6 +24,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Takes all that torch's takes, and besides:
 
     policy: what to do when loading goes wrong (holdfast.Policy); None for HOLDFAST_* variables, or the defaults.
+    device: where batches shall arrive ("cuda", "cuda:1", a torch.device), copied there ahead of their turn; None
+        leaves them on the host. `pin_memory` has no meaning then.
     num_workers: also "auto", for as many as this machine has CPUs for.
     """
 
@@ -47,6 +50,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         policy: Policy | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         if policy is None:
             policy = Policy.from_environment()
@@ -64,7 +68,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
                 'use "skip" or "raise"'
             )
+        checked(device)
         self.policy = policy
+        self.device = device
         self._record = Record()
         if folder := os.environ.get("HOLDFAST_RUN_DIR"):
             self._record.kept_in = RunFolder(folder, dataset)
@@ -101,16 +107,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, Any]:
         """Totals over all epochs of this loader."""
-        counts = self._record.counts
+        record, counts = self._record, self._record.counts
         names = ("batches", "samples", "retries", "restarts", "bad_samples")
-        return {name: counts[name] for name in names} | {
-            "waited_s": round(self._record.waited_s, 3),
-            "ran_s": round(self._record.ran_s, 3),
+        totals = {name: counts[name] for name in names} | {
+            "waited_s": round(record.waited_s, 3),
+            "ran_s": round(record.ran_s, 3),
             "workers": self.num_workers,
             "cpus": usable_cpus(),
             "per_worker": self._record.workers.figures(),
             "caches": _caches(self.dataset),
         }
+        if record.device_ran_s:
+            totals["device_waited_s"] = round(record.device_waited_s, 3)
+            totals["device_ran_s"] = round(record.device_ran_s, 3)
+            totals["device_waited_share"] = round(record.device_waited_s / record.device_ran_s, 4)
+        return totals
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""

@@ -13,7 +13,9 @@ from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.errors import SampleError
 from holdfast.loader import seeds
+from holdfast.loader.device import checked, present
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
+from holdfast.loader.leaves import moved
 from holdfast.loader.stream import StreamFetcher
 from holdfast.loader.tell import Teller
 from holdfast.local.raised import capture
@@ -32,6 +34,8 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         self._teller = Teller(
             record, policy, None, "none", lambda task, position: (None, None), lambda worker: os.getpid()
         )
+        device = checked(loader.device)
+        self._device = None if device is None else present(device)
         self._batch = -1
         self._seen = 0
         self._bad = 0
@@ -53,6 +57,8 @@ class InlineIterator(_SingleProcessDataLoaderIter):
             except Failed as failed:
                 self._raise(failed)
             if batch is not None:
+                if self._device is not None:
+                    return moved(batch[0], self._device)
                 if self._pin_memory:
                     return pin_memory(batch[0], self._pin_memory_device)  # type: ignore[no-untyped-call]
                 return batch[0]

@@ -10,6 +10,7 @@ import random
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
@@ -22,13 +23,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _shar
 
 from holdfast.core.crew import Crew
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Lost, Send
+from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Send
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
+from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
+from holdfast.loader.leaves import moved
 from holdfast.loader.tell import Teller
 from holdfast.loader.weigh import large_parts
 from holdfast.local.cgroups import usable_cpus
@@ -74,6 +77,12 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
+        device = checked(loader.device)
+        pinned_for = (self._pin_memory_device or "cuda") if self._pin_memory else None
+        self._gate, self._ferry, self._plain_device = way_to(
+            device, pinned_for, self._factor * self._num_workers, record
+        )
+        self._pin_memory = self._pin_memory and device is None  # what is on a device cannot be pinned
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
@@ -108,6 +117,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             sample_timeout=self._policy.sample_timeout,
             growth_bytes=self._growth,
             need=self._record.need,
+            gate=self._gate,
         )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -128,7 +138,12 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._over = False
         self._began = time.monotonic()
         self._last_words: BaseException | None = None
+        if self._ferry is not None:
+            self._ferry.clear()
         self._teller.first_task = self._first_task
+        if not first_iter:
+            for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
+                self._host.discard(result)  # of an epoch that was left
         running = [] if first_iter else self._ledger.lives
         if first_iter:
             self._crew = Crew(self._num_workers, self._start, self._adapt)
@@ -147,7 +162,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             allowed=self._crew.allowed.workers,
         )
         self._supervisor = Supervisor(self._ledger, self._host, self._weak_payload(), self._crew)
-        self._ready = self._supervisor.ready
+        self._ready: deque[Deliver] = self._supervisor.ready
         if not first_iter:
             self._host.abandon_below(self._next_task)
         self._supervisor.open()
@@ -162,6 +177,30 @@ class WorkerIterator(_BaseDataLoaderIter):
         return self._next_batch()
 
     def _next_batch(self) -> Any:
+        if self._gate is None:
+            return self._deliver()
+        with self._gate.relaxed():
+            self._gate.step()
+            self._gate.pace()
+            return self._deliver()
+
+    def _deliver(self) -> Any:
+        if self._ferry is None:
+            unpacked = self._due()
+        else:
+            unpacked = self._ferry.next(self._due, self._at_once)
+            if not self._drained:
+                self._draw()
+        counts = self._record.counts
+        counts["samples"] += unpacked.samples
+        counts["batches"] += 1
+        self._num_yielded += 1
+        if self._iterable and self._IterableDataset_len_called is not None:
+            self._warn_of_length()
+        return unpacked.batch
+
+    def _due(self) -> Unpacked:
+        """The next one, when it has come."""
         supervisor, ready = self._supervisor, self._ready
         if supervisor.torn:
             raise LoaderTorn(
@@ -178,14 +217,27 @@ class WorkerIterator(_BaseDataLoaderIter):
             if not ready:
                 self._end()
                 raise StopIteration
-            task, result = ready.popleft()
-            asked = self._asked.pop(task)
-            self._given_by.pop(task, None)
-            if not self._drained:
-                self._draw()
-            batch = self._open(task, asked, result)
-            if batch is not None:
-                return batch[0]
+            unpacked = self._take()
+            if unpacked is not None:
+                return unpacked
+
+    def _at_once(self) -> Unpacked | None:
+        """The next one, if it is there already."""
+        if not self._ready:
+            self._supervisor.step(0)
+        unpacked = None
+        while unpacked is None and self._ready and self._supervisor.stop is None:
+            unpacked = self._take()
+        return unpacked
+
+    def _take(self) -> Unpacked | None:
+        """One that is ready; None where nothing was left of it."""
+        task, result = self._ready.popleft()
+        asked = self._asked.pop(task)
+        self._given_by.pop(task, None)
+        if not self._drained and self._ferry is None:
+            self._draw()
+        return self._open(task, asked, result)
 
     def _wait(self) -> None:
         """Until a batch is ready, or nothing is left to wait for."""
@@ -220,8 +272,9 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _draw(self) -> None:
         """Take from the sampler what there is room for: never further ahead than torch does."""
-        supervisor, most = self._supervisor, self._factor * self._ledger.at_work
-        while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < most:
+        supervisor = self._supervisor
+        room = self._factor * self._ledger.at_work - (0 if self._ferry is None else len(self._ferry))
+        while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < room:
             if self._drained:
                 return
             if self._iterable and not self._ledger.open_streams:
@@ -286,32 +339,39 @@ class WorkerIterator(_BaseDataLoaderIter):
         positions = [i for i in range(len(asked)) if i not in bad]
         return [asked[i] for i in positions], positions
 
-    def _open(self, task: int, asked: Any, result: object) -> tuple[Any] | None:
-        """The batch in a 1-tuple; None where nothing was left of it. Raises what the user must see."""
+    def _open(self, task: int, asked: Any, result: object) -> Unpacked | None:
+        """The batch; None where nothing was left of it. Raises what the user must see."""
         if isinstance(result, Lost):
             self._at_hand = (task, asked)
             raise self._teller.lost(result)
         assert isinstance(result, Parcel)
-        content = self._host.take_out(result)
+        # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
+        content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
         if result.failed:
             self._at_hand = (task, asked)
             raise self._teller.failure(content, task - self._first_task, result.worker)
         notes, batch = content
-        counts = self._record.counts
         if notes is None:
-            counts["samples"] += len(asked) if self._auto_collation else 1
+            samples = len(asked) if self._auto_collation else 1
         else:
             self._at_hand = (task, asked)
-            counts["samples"] += self._take_notes(notes, asked, task - self._first_task, result.worker)
+            samples = self._take_notes(notes, asked, task - self._first_task, result.worker)
             if batch is None and not self._iterable:
+                self._record.counts["samples"] += samples
                 return None
-        counts["batches"] += 1
+        if self._gate is not None and self._gate.refused is not None:
+            self._teller.not_registered(self._gate.refused)
         if self._pin_memory:
-            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._num_yielded += 1
-        if self._iterable and self._IterableDataset_len_called is not None:
-            self._warn_of_length()
-        return (batch,)
+            batch = self._pinned(batch)
+        elif self._plain_device is not None:
+            batch = moved(batch, self._plain_device)
+        return Unpacked(batch, samples, result)
+
+    def _pinned(self, batch: Any) -> Any:
+        """What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold."""
+        if self._gate is not None and self._gate.capturing():
+            return batch  # torch would have to ask the driver
+        return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
@@ -382,8 +442,12 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _end(self) -> None:
         self._record.need, self._record.wish = self._host.need, self._crew.wish if self._adapt else 0
         self._record.ran_s += time.monotonic() - self._began
+        if self._ferry is not None:
+            self._ferry.clear()
         if not self._persistent_workers:
             self._shutdown_workers()
+        if self._gate is not None:
+            self._gate.step()  # what those workers had is unregistered now, not when some other loader runs
 
     @property
     def _workers(self) -> list[WorkerHandle]:

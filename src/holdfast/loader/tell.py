@@ -4,6 +4,7 @@ Nothing here decides or waits. The same `Case` is behind the log line, the repor
 """
 
 import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from holdfast.diagnose.finding import Again, Case
 from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.fetch import Failure, Trouble
+from holdfast.loader.gate import Refusal
 from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised, to_raise
 from holdfast.policy import Policy
@@ -51,6 +53,7 @@ class Teller:
             worker_memory=growth_bytes,
             start_method=start_method,
         )
+        self._told_refusal = False
         self.first_task = 0  # of this epoch: batches are numbered from it
 
     def tell(self, case: Case) -> Incident:
@@ -118,6 +121,18 @@ class Teller:
             batch = lost.task - self.first_task
             self._record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
+
+    def not_registered(self, refusal: Refusal) -> None:
+        """The device cannot read slots in place: said once."""
+        if self._told_refusal:
+            return
+        self._told_refusal = True
+        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limits = f"RLIMIT_MEMLOCK {_limit(soft)}, at most {_limit(hard)}"
+        facts = (f"cuMemHostRegister of {refusal.bytes / 1e6:.1f} MB gave {refusal.why}", limits)
+        raised = Raised("CudaError", refusal.why, "", None, None, facts=facts)
+        did = "copied batches into memory that torch pins; nothing is lost but speed"
+        self.tell(replace(self._blank, what="unpinned", worker=-1, raised=raised, did=did))
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 
@@ -202,3 +217,7 @@ class Teller:
         lines += [f"    seen   and {others} other errors"] if others > 0 else []
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
         return TooManyBad("\n".join(lines), bad, seen)
+
+
+def _limit(size: int) -> str:
+    return "unlimited" if size == resource.RLIM_INFINITY else f"{size >> 10} KiB"

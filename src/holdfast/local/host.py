@@ -54,8 +54,8 @@ from holdfast.local.wire import (
 )
 from holdfast.local.worker import Job
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import unpack
-from holdfast.shm.slots import KEEPABLE, Slots, strides_for
+from holdfast.shm.pack import SMALL, unpack
+from holdfast.shm.slots import KEEPABLE, Gate, Slots, strides_for
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
 KEEPER_READY_S = 10.0
@@ -80,11 +80,13 @@ class LocalHost:
         sample_timeout: float | None,
         growth_bytes: int | None,
         need: int = 0,
+        gate: Gate | None = None,
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
-        bytes that a worker needed in an earlier epoch.
+        bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots.
         """
         self._job = job
+        self._gate = gate
         self._fork = fork
         self._busy = busy
         self._settings = (sample_timeout, growth_bytes)
@@ -247,7 +249,7 @@ class LocalHost:
         tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
         fd, memory, stride = sparse_file(strides_for(slots, boxes))
         crash = new_file("crash", 0)
-        space = Slots(memory, stride, slots, boxes)
+        space = Slots(memory, stride, slots, boxes, self._gate)
         forks.watch_slots(space)
         line = self._lifelines[worker] = Lifeline(life, tasks_w, space)
         os.set_blocking(line.tasks, False)
@@ -316,7 +318,7 @@ class LocalHost:
                 self._drain()
             else:
                 self._hear_keeper()
-        if not self._events:
+        if not self._events and timeout_s != 0:
             self._sleep(timeout_s)
         events, self._events = self._events, []
         return events
@@ -389,8 +391,8 @@ class LocalHost:
             if self._journals:
                 self._journals.pop(task, None)
             slots = line.slots
-            slots.used(slot, where + 16 * buffers + spec_bytes)
             parcel = Parcel(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
+            slots.used(slot, parcel.size)
             self._events.append(Finished(worker, life, task, parcel, bad))
         else:
             self._understand_rare(Kind(kind & 0xFF), line, record)
@@ -532,14 +534,17 @@ class LocalHost:
 
     # Parcels -------------------------------------------------------------------------------------------------------
 
-    def take_out(self, parcel: object) -> Any:
-        """What a parcel holds. Its slot is free when the last view of it is gone."""
+    def take_out(self, parcel: object, small: int = SMALL) -> Any:
+        """What a parcel holds. Its slot is free when the last view of it is gone.
+
+        Leaves below `small` bytes are copied out of it.
+        """
         assert isinstance(parcel, Parcel)
         slots = parcel.slots
         if slots is None:
             assert parcel.file is not None
             whole = parcel.file.export
-            return unpack(parcel.file.view, parcel.where, parcel.buffers, parcel.spec_bytes, whole)
+            return unpack(parcel.file.view, parcel.where, parcel.buffers, parcel.spec_bytes, whole, small)
         slot = parcel.slot
         start = slot * slots.stride
         view = slots.memory.view[start : start + slots.stride]
@@ -548,10 +553,12 @@ class LocalHost:
         def lend() -> memoryview | None:
             view = slots.lend(slot)
             lent.append(view is not None)
+            if view is not None and self._gate is not None:
+                self._gate.register(slots, slot, parcel.size)
             return view
 
         try:
-            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend)
+            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend, small)
         finally:
             if not any(lent):
                 slots.put_back(slot)

@@ -28,6 +28,11 @@ class Parcel(NamedTuple):
     failed: bool
     worker: int
 
+    @property
+    def size(self) -> int:
+        """Bytes from the start of the slot to the end of the spec, which comes last."""
+        return self.where + 16 * self.buffers + self.spec_bytes
+
 
 class Lifeline:
     """The trainer's ends of one life."""

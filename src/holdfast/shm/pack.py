@@ -66,7 +66,7 @@ _IN_PLACE = pickle.PickleBuffer(bytearray())
 _MOST_SPECS = 512
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Dense numbers in this machine's memory, and nothing else to it."""
     return not (
         tensor.requires_grad
@@ -163,7 +163,7 @@ class Packer:
             there = placed.get(id(leaf))
             if there is not None:
                 shape, offset, size = there
-            elif type(leaf) is torch.Tensor and _is_plain(leaf) and leaf.is_contiguous() and leaf.dtype in CODES:
+            elif type(leaf) is torch.Tensor and is_plain(leaf) and leaf.is_contiguous() and leaf.dtype in CODES:
                 shape, size = (CODES[leaf.dtype], *leaf.shape), leaf.nbytes
                 offset = self._space.put(_buffer(leaf.numpy()).raw())
             else:
@@ -198,7 +198,7 @@ class Packer:
             return _tensor, (_IN_PLACE, placed.shape[0], placed.shape[1:])
         if self._spawning and (tensor.device.type != "cpu" or _is_shared(tensor)):
             return self._shared[torch.Tensor](tensor)
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         shape = tuple(tensor.shape)
         code = CODES.get(tensor.dtype)
@@ -247,21 +247,27 @@ def unpack(
     buffers: int,
     spec_bytes: int,
     lend: Callable[[], memoryview | None],
+    small: int = SMALL,
 ) -> Any:
-    """The batch whose bytes lie in `view`. `lend()` is asked once, if there is a leaf worth not copying."""
+    """The batch whose bytes lie in `view`. `lend()` is asked once, if there is a leaf worth not copying.
+
+    `small`: leaves below that many bytes are copied out.
+    """
     table = struct.unpack_from(f"<{2 * buffers}Q", view, where)
     start = where + 16 * buffers
-    return pickle.loads(view[start : start + spec_bytes], buffers=_leaves(view, table, lend))
+    return pickle.loads(view[start : start + spec_bytes], buffers=_leaves(view, table, lend, small))
 
 
-def _leaves(view: memoryview, table: tuple[int, ...], lend: Callable[[], memoryview | None]) -> Iterator[Any]:
+def _leaves(
+    view: memoryview, table: tuple[int, ...], lend: Callable[[], memoryview | None], small: int
+) -> Iterator[Any]:
     shared: memoryview | None = None
     asked = False
     for i in range(0, len(table), 2):
         start, size = table[i], table[i + 1]
-        if size >= SMALL and not asked:
+        if size >= small and not asked:
             shared, asked = lend(), True
-        if size >= SMALL and shared is not None:
+        if size >= small and shared is not None:
             yield shared[start : start + size]
         else:
             yield bytearray(view[start : start + size])

@@ -19,6 +19,10 @@ free at once: the sooner, the fewer slots are in use.
 
 A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
 again before the child is gone: it holds the writing end of a pipe, whose end of file tells.
+
+A device reads a slot after its last view has died: copies are queued. Where there is one, a *gate* (loader/gate.py)
+takes each slot that comes back and lets it go when no copy can be in flight. Pages that the device knows by address
+are registered with it; before they go back to the system, the gate takes that back.
 """
 
 import ctypes
@@ -28,6 +32,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from holdfast.shm.memory import Memory
 
@@ -37,6 +42,9 @@ SMALLEST_STRIDE = 1 << 20
 LARGEST_STRIDE = 8 << 30
 # Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
 KEEPABLE = 32
+# What a registered slot may keep beyond its use. To unregister pages waits for the device; batches of varying length
+# shall not do that all the time.
+LOCKED_SURPLUS = 64 << 20
 FREE, CLAIMED = 0, 1
 # One batch is looked at while the next is made: with fewer slots than these a worker would wait for nothing.
 ENOUGH = 2
@@ -114,13 +122,28 @@ def stride_for(slots: int) -> int:
     return stride
 
 
+class Gate(Protocol):
+    """Between the last view of a slot and its next use, where a device may still read it."""
+
+    def hold(self, slots: "Slots", slot: int) -> None:
+        """The last view has died. Calls `let_go` when no copy can be in flight. In any thread; only notes it."""
+
+    def register(self, slots: "Slots", slot: int, size: int) -> bool:
+        """The device may read the first `size` bytes from now on. In the trainer's thread, before they are lent."""
+
+    def unregister(self, slots: "Slots", slot: int) -> None:
+        """Its pages shall go back. Calls `put_back` when the device knows them no more. In any thread; notes it."""
+
+
 class Slots:
     """The trainer's side. `busy`: how many tasks may be out at once."""
 
-    def __init__(self, memory: Memory, stride: int, count: int, busy: int) -> None:
+    def __init__(self, memory: Memory, stride: int, count: int, busy: int, gate: Gate | None = None) -> None:
         self.memory = memory
         self.stride = stride
         self.retired = False
+        self.registered: dict[int, int] = {}  # slot -> bytes that the device knows; the gate's to write
+        self._gate = gate
         self._armed = True
         self._states = states_of(memory, count)
         self._boxes = list(range(count, count + busy))[::-1]
@@ -175,13 +198,34 @@ class Slots:
         """Nobody looks at this slot: it may be used again."""
         if slot >= len(self._used):
             return  # the last one, in which a failing boot speaks
-        start = slot * self.stride
         if self.retired:
-            self.memory.give_back(start, start + self.stride)
-        elif self._used[slot] > 2 * self._usual + SMALLEST_STRIDE:
+            self._empty(slot)
+        elif self._used[slot] > 2 * self._usual + SMALLEST_STRIDE and slot not in self.registered:
+            start = slot * self.stride
             self.memory.give_back(start + int(self._usual), start + self._used[slot])
             self._used[slot] = int(self._usual)
         self._states[slot] = FREE
+
+    def let_go(self, slot: int) -> None:
+        """A lent slot may be used again."""
+        self.put_back(slot)
+        self.lent.pop(slot, None)  # after it is free: what is lent and what is claimed must fit together
+
+    def pages_go_back(self, slot: int) -> bool:
+        """True when pages of a registered slot are worth giving to the system."""
+        return self.retired or self._used[slot] > 2 * self._usual + LOCKED_SURPLUS
+
+    def looked_at(self, slot: int) -> bool:
+        """True while a view of this lent slot lives."""
+        lent = self.lent.get(slot)
+        return lent is not None and lent() is not None
+
+    def _empty(self, slot: int) -> None:
+        if slot in self.registered:
+            assert self._gate is not None
+            self._gate.unregister(self, slot)
+        else:
+            self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
 
     def _reclaim(self) -> None:
         """In any thread: whoever takes a slot out of the deque, alone puts it back."""
@@ -197,8 +241,10 @@ class Slots:
                     self._back.append(slot)
                     continue
                 del self._guards[slot]
-            self.put_back(slot)
-            self.lent.pop(slot, None)  # after it is free: what is lent and what is claimed must fit together
+            if self._gate is None:
+                self.let_go(slot)
+            else:
+                self._gate.hold(self, slot)
 
     def guard(self, guard: ForkGuard) -> None:
         """The trainer forked: what is lent now must stay as it is while that child lives."""
@@ -216,7 +262,7 @@ class Slots:
         self._reclaim()
         for slot in range(len(self._used)):
             if self._states[slot] == FREE:
-                self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
+                self._empty(slot)
 
 
 def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:

@@ -117,4 +117,28 @@ def over_quota(case: Case) -> Finding | None:
     )
 
 
-RULES = (cannot_fork, processes_refused, descriptors_grown, descriptors, no_space, over_quota, cannot_start_thread)
+def memory_not_locked(case: Case) -> Finding | None:
+    """CUDA would not register shared memory."""
+    raised = case.raised
+    if case.what != "unpinned" or raised is None:
+        return None
+    return Finding(
+        "memory-not-locked",
+        f"CUDA refused to lock memory: {raised.text}",
+        raised.facts,
+        "more memory for the job or fewer workers; a higher limit on locked memory (`ulimit -l unlimited`, docker run "
+        "--ulimit memlock=-1)",
+        "likely",
+    )
+
+
+RULES = (
+    memory_not_locked,
+    cannot_fork,
+    processes_refused,
+    descriptors_grown,
+    descriptors,
+    no_space,
+    over_quota,
+    cannot_start_thread,
+)

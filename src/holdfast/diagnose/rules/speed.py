@@ -11,7 +11,10 @@ _NEVER_WAITS = 0.02
 
 
 def of_stats(stats: dict[str, Any]) -> list[Finding]:
-    """What the totals show. `ran_s`: how long epochs took; `waited_s`: how much of it next() waited for a batch."""
+    """What the totals show. `ran_s`: how long epochs took; `waited_s`: how much of it next() waited for a batch.
+
+    Where the device itself told how long it waited, that counts: next() may wait while the device is busy.
+    """
     found = []
     workers, cpus, ran, waited = (stats.get(name, 0) for name in ("workers", "cpus", "ran_s", "waited_s"))
     if cpus and workers > cpus:
@@ -24,10 +27,13 @@ def of_stats(stats: dict[str, Any]) -> list[Finding]:
                 "possible",
             )
         )
+    who = "next()"
+    if "device_ran_s" in stats:
+        who, ran, waited = "the device", stats["device_ran_s"], stats["device_waited_s"]
     if ran < _LEAST_S or not workers:
         return found
     share = waited / ran
-    seen = (f"next() waited {waited:.1f} of {ran:.1f} s ({share:.0%})",)
+    seen = (f"{who} waited {waited:.1f} of {ran:.1f} s ({share:.0%})",)
     if share > _WAITS:
         more = f"num_workers={cpus}" if cpus > workers else "cheaper samples (smaller, decoded before, cached)"
         found.append(Finding("loader-slow", "the trainer waits for batches", seen, more, "likely"))
