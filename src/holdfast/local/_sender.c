@@ -81,7 +81,10 @@ static void note(int number, siginfo_t *info, void *context) {
     struct sigaction *old = &before[number];
     if (old->sa_flags & SA_SIGINFO)
         old->sa_sigaction(number, info, context);
-    else if (old->sa_handler != SIG_DFL && old->sa_handler != SIG_IGN)
+    else if (old->sa_handler == SIG_DFL) {
+        sigaction(number, old, NULL); /* what it always does, once this handler has returned */
+        raise(number);
+    } else if (old->sa_handler != SIG_IGN)
         old->sa_handler(number);
     errno = saved;
 }
