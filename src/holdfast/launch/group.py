@@ -270,6 +270,7 @@ class Group:
         code = popen.wait(DUMP_S)  # the fork server tells the status a moment after the death
         if code is None:
             return
+        rank.process.join(0)  # multiprocessing need not remember it
         if popen.status_lost and rank.said is not None and rank.said.what == "done":
             code = 0
         now = time.monotonic()

@@ -88,7 +88,9 @@ class Parcel:
 
 
 def _by_value(file: Any) -> Any:
-    pickler = cloudpickle.Pickler(file)
     shared: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    pickler = cloudpickle.Pickler.__new__(cloudpickle.Pickler)
+    # Before __init__, which alone reads it: the class has a table of its own.
     pickler.dispatch_table = ChainMap(shared, cloudpickle.Pickler.dispatch_table)
+    pickler.__init__(file)
     return pickler
