@@ -428,4 +428,5 @@ def test_the_sender_of_a_signal_is_named(tmp_path, method):
     subprocess.run(["kill", "-TERM", str(context.pids()[1])], check=True)
     with pytest.raises(RankExited, match="process 1 terminated with signal SIGTERM") as caught:
         context.join()
-    assert re.search(r"sent by pid \d+ \(kill -TERM", str(caught.value))
+    # On a busy machine the sender may have ended before the rank was woken.
+    assert re.search(r"sent by pid \d+ \((kill -TERM|gone already)", str(caught.value))

@@ -5,6 +5,7 @@ The thread watches one attempt after another, so that a death is noticed when it
 """
 
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -171,7 +172,7 @@ def spawn(
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
-    start_method: str = "spawn",
+    start_method: str | None = "spawn",
     *,
     policy: Policy | None = None,
     log_dir: str | os.PathLike[str] | None = None,
@@ -183,6 +184,7 @@ def spawn(
     ranks print, a file per rank and attempt. All start methods work, and so do functions of a notebook, lambdas and
     closures. Gives None, or with `join=False` the ranks: torch's ProcessContext.
     """
+    start_method = start_method or multiprocessing.get_start_method()
     if start_method not in _METHODS:
         raise ValueError(f"start_method={start_method!r}: it must be one of {', '.join(_METHODS)}")
     if nprocs < 1:

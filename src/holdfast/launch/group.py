@@ -7,6 +7,7 @@ can be told from its echoes. The thread waits on descriptors of the processes th
 each wakes it; what a rank raised comes with the rank's own time.
 """
 
+import logging
 import os
 import pickle
 import select
@@ -30,6 +31,7 @@ from holdfast.local.oom import OomWatch
 from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory, new_file
 
+log = logging.getLogger("holdfast")
 # Connections of a dead rank break within milliseconds; ranks that have heard of it raise within some more.
 LAST_CALL_S = 1.0
 # Between SIGTERM and SIGKILL: a handler that saves a checkpoint has as long as with torch, torchrun and Kubernetes.
@@ -234,12 +236,14 @@ class Group:
         if self._stopped_at is not None:
             self._killed_at = now
             for rank in living:
+                log.warning("process %d minds no SIGTERM: SIGKILL (rank %d)", rank.pid, rank.number)
                 self._dump(rank)
                 self._signal(rank, rank.process.kill)
         else:
             self._stopped_at = now
             for rank in living:
                 if rank.said is None or rank.said.what != "done":  # who has returned is on its way out
+                    log.warning("Terminating process %d via signal SIGTERM (rank %d)", rank.pid, rank.number)
                     self._signal(rank, rank.process.terminate)
         return True
 

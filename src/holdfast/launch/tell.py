@@ -27,7 +27,7 @@ _CRASHED = "the last Python line of the stack called the library that crashed"
 _MOST_TEXT = 300
 
 
-def case_of(rank: Rank, did: str) -> Case:
+def case_of(rank: Rank, did: str = "") -> Case:
     """For the rules: a rank is asked about as a worker is."""
     said = rank.said
     code = rank.exit_code
@@ -94,16 +94,15 @@ def _short(text: str) -> str:
     return first if len(first) <= _MOST_TEXT else first[: _MOST_TEXT - 3] + "..."
 
 
-def _end(rank: Rank) -> str:
+def ending(case: Case) -> str:
     """torch's own words, which people search for."""
-    said, code = rank.said, rank.exit_code
-    if said is not None and said.what == "boot":
+    if case.what == "boot":
         return "could not start"
-    if said is not None and said.what == "raised" and said.raised is not None:
-        return f"raised {said.raised.type_name}: {_short(said.raised.text)}"
-    if code < 0:
-        return f"terminated with signal {signal_name(-code)}"
-    return f"terminated with exit code {code}"
+    if case.raised is not None:
+        return f"raised {case.raised.type_name}: {_short(case.raised.text)}"
+    if case.cause is Cause.SIGNAL:
+        return f"terminated with signal {signal_name(case.code)}"
+    return f"terminated with exit code {case.code}"
 
 
 class Attempt:
@@ -125,7 +124,7 @@ class Attempt:
         raised = self.rank.said.raised if self.rank.said is not None else None
         evidence = self.rank.evidence
         self.incident = Incident(
-            headline=f"process {self.rank.number} {_end(self.rank)} ({about})",
+            headline=f"process {self.rank.number} {ending(case)} ({about})",
             finding=finding.name,
             says=finding.says,
             seen=finding.seen,
@@ -170,9 +169,9 @@ class Attempt:
                 where = _innermost(rank.stack)
                 lines.append(f"rank {end.rank} was stopped by us, {when}{where}")
             elif kind is How.ECHO:
-                lines.append(f"rank {end.rank} {_end(rank)}, {when}: it lost a peer")
+                lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: it lost a peer")
             else:
-                lines.append(f"rank {end.rank} {_end(rank)}, {when}")
+                lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}")
         return lines
 
     def error(self, before: Sequence[str]) -> RankExited | RankRaised:
