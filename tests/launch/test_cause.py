@@ -10,6 +10,8 @@ from holdfast.launch.cause import End, How, how, judge
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]"
 RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:446] Read error [127.0.0.1]:1: Connection reset by peer"
 NCCL = "DistBackendError: NCCL error in: x.cpp, ncclRemoteError: A call failed possibly due to a network error"
+STORE = "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
+PLAIN = "ConnectionResetError: [Errno 104] Connection reset by peer"
 KILL, TERM, ABRT, SEGV = (-int(s) for s in (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV))
 MS = 1_000_000
 
@@ -30,10 +32,22 @@ def test_the_first_by_its_own_time_is_the_cause():
     assert blamed(End(0, 9, SEGV), End(1, 5, KILL), End(2, 7, 1, "ValueError: no")) == 1
 
 
-@pytest.mark.parametrize("text", [GLOO, RESET, NCCL])
+@pytest.mark.parametrize("text", [GLOO, RESET, NCCL, STORE, PLAIN])
 def test_a_lost_peer_is_an_echo_even_when_it_is_noticed_first(text):
     """A death is noticed a moment after it happened; the peer may have raised by then."""
     assert blamed(End(0, 10 * MS, 1, text), End(1, 12 * MS, KILL)) == 1
+
+
+def test_a_broken_connection_of_the_users_own_is_no_echo():
+    """A service that does not answer: blamed before those who then lost their peer."""
+    refused = "ConnectionError: HTTPConnectionPool(host='data'): Connection refused"
+    assert how(End(0, 5, 1, refused)) is How.BROKEN
+    assert blamed(End(0, 5, 1, refused), End(1, 6, 1, GLOO)) == 0
+
+
+def test_a_port_that_is_taken_is_no_echo():
+    taken = "DistNetworkError: The server socket has failed to listen on any local network address. EADDRINUSE"
+    assert how(End(0, 5, 1, taken)) is How.FAILED
 
 
 def test_a_lost_peer_is_the_cause_when_there_is_no_other():

@@ -17,9 +17,10 @@ class How(IntEnum):
     """How a rank ended; the order is that of blame."""
 
     FAILED = 0  # crashed, was killed, exited or raised by itself
-    ECHO = 1  # it says that it lost a peer
-    STOPPED = 2  # by us, after somebody else had failed
-    DONE = 3
+    BROKEN = 1  # a connection of its own broke: to a peer, or to anybody
+    ECHO = 2  # gloo, NCCL or the store say that it lost a peer
+    STOPPED = 3  # by us, after somebody else had failed
+    DONE = 4
 
 
 class End(NamedTuple):
@@ -43,15 +44,15 @@ class Verdict(NamedTuple):
     others: tuple[tuple[End, How], ...]
 
 
-# What gloo, NCCL, TCPStore and the system say when the other side of a connection has gone.
-_LOST_PEER = re.compile(
-    r"Connection closed by (remote )?peer|Connection reset by peer|Broken pipe|Socket closed|"
-    r"Connection refused|Connection was likely closed|remote process exited|ncclRemoteError|"
-    r"Did the remote server shutdown or crash|Failed to recv, got 0 bytes|failed to (send|recv)Bytes|"
-    r"(Timed out|timed out) waiting \d+ms for (recv|send) operation|wait timeout after \d+ms, keys|"
-    r"Watchdog caught collective operation timeout|DistNetworkError|DistBackendError|DistStoreError|"
-    r"Application timeout caused pair closure|Connect timeout",
+# What is said when the other side of a connection has gone, or does not answer.
+_GONE = re.compile(
+    r"Connection (closed by|reset by|refused|aborted|was likely closed)|Broken pipe|Socket closed|"
+    r"remote process exited|ncclRemoteError|remote server shutdown or crash|got 0 bytes|[Tt]imed out waiting \d+ms|"
+    r"timeout after \d+ms|collective operation timeout|pair closure|[Cc]onnect timeout|"
+    r"ConnectionResetError|BrokenPipeError|^EOFError",
 )
+# Who says it: then the other side is a rank.
+_AMONG_RANKS = re.compile(r"\bgloo\b|NCCL|\bnccl|TCPStore|c10d|ProcessGroup|Dist(Backend|Network|Store)Error")
 # Signals by which a process ends itself, its last lines being the reason: an uncaught C++ exception of gloo or NCCL.
 _ENDS_ITSELF = (signal.SIGABRT,)
 
@@ -63,10 +64,16 @@ def how(end: End) -> How:
     if end.stopped_ns is not None and end.at_ns >= end.stopped_ns:
         return How.STOPPED
     if end.said:
-        return How.ECHO if _LOST_PEER.search(end.said) else How.FAILED
-    if (end.code > 0 or -end.code in _ENDS_ITSELF) and _LOST_PEER.search(end.output):
-        return How.ECHO
+        return _of_words(end.said)
+    if end.code > 0 or -end.code in _ENDS_ITSELF:
+        return How.ECHO if _of_words(end.output) is How.ECHO else How.FAILED
     return How.FAILED
+
+
+def _of_words(text: str) -> How:
+    if not _GONE.search(text):
+        return How.FAILED
+    return How.ECHO if _AMONG_RANKS.search(text) else How.BROKEN
 
 
 def judge(ends: Iterable[End]) -> Verdict:

@@ -170,6 +170,8 @@ class Attempt:
                 lines.append(f"rank {end.rank} was stopped by us, {when}{where}")
             elif kind is How.ECHO:
                 lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: it lost a peer")
+            elif kind is How.BROKEN:
+                lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: perhaps it lost a peer")
             else:
                 lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}")
         return lines
