@@ -6,6 +6,7 @@ shm/             shared memory: who owns which bytes
 local/           workers as processes of this machine: host, keeper, worker, pulse
 diagnose/        why it happened: findings, report
 loader/          the DataLoader, where iterator.py is the main path; CachedDataset and FileCache
+launch/          spawn: N ranks, the first failure named, all started again if you wish
 testing/         faults to inject, for our tests and yours
 cli/             the command line
 
@@ -25,6 +26,8 @@ from holdfast.errors import (
     TooManyBad,
     WorkerLost,
 )
+from holdfast.launch.context import Ranks, spawn
+from holdfast.launch.errors import RankExited, RankRaised
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.dataloader import DataLoader
 from holdfast.loader.files import FileCache
@@ -43,10 +46,14 @@ __all__ = [
     "LoaderTorn",
     "Policy",
     "PolicyError",
+    "RankExited",
+    "RankRaised",
+    "Ranks",
     "RemoteTraceback",
     "Report",
     "SampleError",
     "StreamBroken",
     "TooManyBad",
     "WorkerLost",
+    "spawn",
 ]

@@ -8,11 +8,13 @@
     ├── TooManyBad       (RuntimeError)   the circuit breaker: too large a share of the samples is bad
     ├── StreamBroken     (RuntimeError)   an iterable dataset cannot be continued where it broke
     ├── BatchTimeout     (RuntimeError, TimeoutError)   the loader's own `timeout` ran out
-    └── LoaderTorn       (RuntimeError)   an interrupt tore the loader's bookkeeping; make a new iterator
+    ├── LoaderTorn       (RuntimeError)   an interrupt tore the loader's bookkeeping; make a new iterator
+    ├── RankExited       (torch's ProcessExitedException)   spawn: a rank was killed, crashed or exited
+    └── RankRaised       (torch's ProcessRaisedException)   spawn: a rank raised
 
 A user's own exception is raised as itself; `RemoteTraceback` is then its cause and shows where in the worker it
 came from. The type says what a caller can do, the text says why it happened. All fields are positional and are
-passed to `super().__init__`, so that each error survives pickling.
+passed to `super().__init__`, so that each error survives pickling. The last two are in launch/errors.py.
 """
 
 

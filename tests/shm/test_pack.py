@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import warnings
 
 import numpy as np
@@ -210,3 +211,13 @@ def test_a_view_keeps_its_mapping_alive():
     again = cross(torch.arange(SMALL))[5:9]
     gc.collect()
     assert again.tolist() == [5, 6, 7, 8]
+
+
+def test_what_only_cloudpickle_can_send_still_goes_out_of_band():
+    """A lambda beside a tensor: the bytes of the tensor lie in the space, not in the pickle."""
+    tensor = torch.arange(1 << 16)
+    fd = new_file("test", 0)
+    _, buffers, spec_bytes = Packer().pack((lambda: 1, tensor), FileSpace(fd))
+    os.close(fd)
+    assert buffers == 1
+    assert spec_bytes < tensor.nbytes

@@ -62,6 +62,11 @@ def memory_of(pid: int | str = "self") -> tuple[int, int]:
     return int(resident) * _PAGE, max(0, int(resident) - int(shared)) * _PAGE
 
 
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process, shared pages included; 0 when it is gone."""
+    return memory_of(pid)[0]
+
+
 def peak_bytes(pid: int) -> int:
     """The most that was ever resident, shared pages included; 0 when it is gone."""
     return _status(pid, "VmHWM:")

@@ -181,8 +181,9 @@ class Packer:
     def _dump(self, pickler_class: Any, reducers: Any, batch: object) -> bytes:
         file = io.BytesIO()
         self._table = []
-        pickler = pickler_class(file, protocol=5, buffer_callback=self._put)
-        pickler.dispatch_table = reducers
+        pickler = pickler_class.__new__(pickler_class)
+        pickler.dispatch_table = reducers  # read by __init__ alone: cloudpickle's class has one of its own
+        pickler.__init__(file, protocol=5, buffer_callback=self._put)
         pickler.dump(batch)
         return file.getvalue()
 

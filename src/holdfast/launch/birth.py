@@ -1,0 +1,239 @@
+"""How a rank's process starts, by each start method, and how it is reaped.
+
+The processes are multiprocessing's own, so that `active_children`, `daemon`, `join` and its farewell at exit hold.
+What is ours: a spawned rank has its output and its environment from the first moment on, not from the end of its
+imports; no start method tries to import a `__main__` that has no file; and whoever reaps, from whichever thread, the
+exit status and the peak of its memory are kept.
+"""
+
+import io
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
+from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess, set_spawning_popen
+from multiprocessing.popen_forkserver import _DupFd as ServerDupFd
+from multiprocessing.popen_spawn_posix import _DupFd as SpawnDupFd
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from holdfast.launch.parcel import Parcel, main_has_a_file
+from holdfast.launch.rank import Card, live
+from holdfast.local import linux
+
+# How often is looked where nothing wakes us.
+LOOK_S = 0.005
+
+
+class _Reaped(popen_fork.Popen):
+    """A child of ours. `peak_bytes` is known once it is reaped."""
+
+    pid: int
+    returncode: int | None
+    peak_bytes = 0
+    status_lost = False
+    _ended = False
+    _lock: threading.Lock
+    _pidfd: int | None
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._lock = threading.Lock()  # several threads may ask at once
+        super().__init__(process)
+        self._pidfd = linux.open_pidfd(self.pid)
+        if self._pidfd is not None:
+            util.Finalize(self, os.close, (self._pidfd,))
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self._wait_for_end(left)
+        return self.returncode
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG:
+            return self.wait()
+        with self._lock:
+            if self.returncode is None:
+                self._reap()
+        return self.returncode
+
+    def _wait_for_end(self, most_s: float | None) -> None:
+        """By its descriptor: a pipe may be held open by its own children."""
+        if self._pidfd is None or self._ended:
+            # A process without descriptor, or one that has ended and whose status the fork server has yet to tell.
+            time.sleep(LOOK_S if most_s is None else min(LOOK_S, most_s))
+            return
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        self._ended = bool(poll.poll(None if most_s is None else most_s * 1000))
+
+    def _reap(self) -> None:
+        try:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            self.returncode, self.status_lost = 255, True  # somebody waited for all children, or ignores SIGCHLD
+            return
+        if pid == self.pid:
+            self.peak_bytes = usage.ru_maxrss * 1024
+            self.returncode = os.waitstatus_to_exitcode(status)
+
+
+def _described(process: BaseProcess, popen: Any) -> memoryview:
+    """The process as multiprocessing's new interpreters read it."""
+    prepared = spawn.get_preparation_data(process.name)
+    if not main_has_a_file():
+        prepared.pop("init_main_from_path", None)  # "<stdin>" cannot be imported
+    file = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(prepared, file)
+        reduction.dump(process, file)
+    finally:
+        set_spawning_popen(None)
+    return file.getbuffer()
+
+
+def _tell(fd: int, text: memoryview) -> None:
+    """All of it. A process that dies before it has read is noticed as every death is."""
+    try:
+        while text:
+            text = text[os.write(fd, text) :]
+    except BrokenPipeError:
+        pass
+
+
+class _Spawned(_Reaped):
+    """A fresh interpreter."""
+
+    method = "spawn"
+    DupFd = SpawnDupFd
+
+    def __init__(self, process: "Spawned") -> None:
+        self._passed: list[int] = []
+        super().__init__(process)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._passed.append(fd)
+        return fd
+
+    def _launch(self, process: Any) -> None:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        text = _described(process, self)
+        self.sentinel, childs_end = os.pipe()
+        childs_text, words = os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, words))  # type: ignore[attr-defined]
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=childs_text)
+        try:
+            # Kept, and told the status: subprocess would reap a child whose object is gone.
+            self._child: Any = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=process.out,
+                stderr=process.err,
+                env=process.environment,
+                pass_fds=[*self._passed, tracker, childs_text, childs_end],
+            )
+        finally:
+            os.close(childs_end)
+            os.close(childs_text)
+        self.pid = self._child.pid
+        _tell(words, text)
+
+    def _reap(self) -> None:
+        super()._reap()
+        self._child.returncode = self.returncode
+
+
+class _Served(_Reaped):
+    """A fork of Python's fork server, which is its parent and reaps it."""
+
+    method = "forkserver"
+    DupFd = ServerDupFd
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._passed: list[int] = []
+        super().__init__(process)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._passed.append(fd)
+        return len(self._passed) - 1
+
+    def _launch(self, process: BaseProcess) -> None:
+        text = _described(process, self)
+        self.sentinel, words = forkserver.connect_to_new_process(self._passed)
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, words))  # type: ignore[attr-defined]
+        _tell(words, text)
+        self.pid = forkserver.read_signed(self.sentinel)
+
+    def _reap(self) -> None:
+        poll = select.poll()
+        poll.register(self.sentinel, select.POLLIN)
+        if poll.poll(0):
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = 255  # the server itself has gone; its children are nobody's
+
+
+class Forked(ForkProcess):
+    """A fork of the trainer."""
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _Reaped(process)
+
+
+class Spawned(SpawnProcess):
+    """`out`, `err` and `environment` are for the trainer's side alone: the process has them when it begins."""
+
+    out: int
+    err: int
+    environment: Mapping[str, str]
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _Spawned(process)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("out", "err", "environment")}
+
+
+class Served(ForkServerProcess):
+    """A fork of Python's fork server."""
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _Served(process)
+
+
+KINDS: dict[str, type[Any]] = {"fork": Forked, "spawn": Spawned, "forkserver": Served}
+
+
+def start(
+    method: str, name: str, daemon: bool, card: Card, parcel: Parcel, out: int, err: int, environment: Mapping[str, str]
+) -> Any:
+    """A rank's process, started."""
+    if method == "forkserver":
+        _preload()
+    process = KINDS[method](target=live, args=(card, parcel), name=name, daemon=daemon)
+    if method == "spawn":
+        process.out, process.err, process.environment = out, err, environment
+    try:
+        process.start()
+    finally:
+        parcel.close()
+    return process
+
+
+def _preload() -> None:
+    """A fork server that is started from now on has torch, and so pays for its import once."""
+    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if live.__module__ not in modules:
+        forkserver.set_forkserver_preload([*modules, live.__module__])
