@@ -1,7 +1,9 @@
 """What a worker of the DataLoader does: fetch, collate into the slot, pack. Runs in the worker only."""
 
+import os
 import pickle
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +102,15 @@ class SlotStack:
         return self._torch_arrays(batch, collate_fn_map=collate_fn_map)
 
 
+def _one_thread() -> None:
+    """Workers times threads shall fit the processors. What the user set stays; what is not loaded yet reads it."""
+    torch.set_num_threads(1)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    if "cv2" in sys.modules and sys.modules["cv2"].getNumThreads() > 1:
+        sys.modules["cv2"].setNumThreads(1)
+
+
 class LoaderJob:
     """See local/worker.py for who calls what when."""
 
@@ -121,7 +132,7 @@ class LoaderJob:
         self._worker = worker
         self._packer = Packer()
         self._stack = SlotStack()
-        torch.set_num_threads(1)
+        _one_thread()
         seed = recipe.base_seed + worker
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
