@@ -48,4 +48,4 @@ def test_descriptors():
     ],
 )
 def test_what_a_fresh_worker_may_get(error, leave):
-    assert refused(error, None) is leave
+    assert refused(error, None, 0) is leave

@@ -474,6 +474,9 @@ class Ledger:
             self._kills += maybe_chance
             task.alone = True  # one by one, so that the next death has a name
             return 0, 0, False
+        if on.stage is Stage.REPLAY and maybe_chance:
+            self._kills += 1
+            return 0, 0, False  # what it replays was loaded before, and did no harm
         position = _blamed_position(on)
         needed = self._policy.strikes
         if not maybe_chance:

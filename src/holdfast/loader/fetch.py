@@ -16,7 +16,7 @@ from holdfast.loader.journal import Journal
 from holdfast.loader.shapes import differing
 from holdfast.local.evidence import facts_of
 from holdfast.local.limits import refused
-from holdfast.local.pulse import FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
+from holdfast.local.pulse import BASE, FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import Raised, capture
 from holdfast.local.worker import Spent
 from holdfast.policy import Policy
@@ -233,9 +233,10 @@ class MapFetcher:
 
     def _leave(self, error: BaseException, position: int, draw: Draw) -> None:
         if self._may_leave and position > draw.stay:
-            why = refused(error, self._growth)
+            facts = facts_of(error)
+            why = refused(error, self._growth, self._words[BASE])
             if why is not None:
-                raise Spent(why, (f"{type(error).__name__}: {error}"[:300], *facts_of(error)))
+                raise Spent(why, (f"{type(error).__name__}: {error}"[:300], *facts))
 
     def _one(self, position: int, index: Any, draw: Draw, troubles: list[Trouble]) -> Any:
         """One sample, with retries. While a store is down, the first sample alone waits for it as long as it may."""

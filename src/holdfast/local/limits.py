@@ -30,18 +30,21 @@ def limit_growth(size: int) -> None:
 
 # Room that a new thread needs for its stack, as far as RLIMIT_DATA is concerned.
 _THREAD = 16 << 20
-# A worker that has used less than this share of what it may grow by: the sample alone asks too much.
-_GROWN = 0.25
+# A worker that holds on to less than this, or than this share of what it may grow by: the sample alone asks too much.
+_KEPT = 64 << 20
+_SHARE = 0.25
 
 
-def refused(error: BaseException, growth_bytes: int | None) -> Leave | None:
-    """What the system refused to this process, if a fresh one might get it. Which process: the worker."""
+def refused(error: BaseException, growth_bytes: int | None, base: int) -> Leave | None:
+    """What the system refused to this process, if a fresh one might get it. Which process: the worker, which had
+    `base` private bytes when it was ready.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return Leave.DESCRIPTORS
     thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't allocate memory" in str(error)[:200]:
-        return Leave.MEMORY if growth_bytes is None or _grown(growth_bytes) > _GROWN else None
+        return Leave.MEMORY if _keeps(error, growth_bytes, base) else None
     if thread or (number == errno.EAGAIN and _was_starting(error)):
         if growth_bytes is not None and _left() < _THREAD:
             return Leave.MEMORY
@@ -60,6 +63,7 @@ def _left() -> int:
     return resource.getrlimit(resource.RLIMIT_DATA)[0] - linux.data_bytes()
 
 
-def _grown(growth_bytes: int) -> float:
-    """Which share of what it may grow by is used."""
-    return 1 - _left() / growth_bytes
+def _keeps(error: BaseException, growth_bytes: int | None, base: int) -> bool:
+    """True when much was kept from earlier samples. What this one had is let go of first."""
+    traceback.clear_frames(error.__traceback__)
+    return linux.memory_of()[1] - base > max(_KEPT, _SHARE * (growth_bytes or 0))

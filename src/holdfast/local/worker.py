@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.core.messages import Leave, Stage
 from holdfast.local import limits, linux, raised
+from holdfast.local.marks import Marks
 from holdfast.local.pulse import (
     ASKED,
     BASE,
@@ -193,10 +194,18 @@ class Worker:
                 self._announce(task, slot, reply)
                 pulse.enter(Stage.IDLE)
                 words[BUSY_NS] += words[SINCE] - began
-                if words[ASKED]:
-                    words[LEAVING] = words[ASKED]
+                if words[ASKED] and self._must_go():
                     return
         words[LEAVING] = words[ASKED]
+
+    def _must_go(self) -> bool:
+        """It was asked to leave. What it was over in the middle of a sample, it may have given back since."""
+        words = self._pulse.words
+        grown = linux.memory_of()[1] - words[BASE]
+        still = Marks(self._wiring.growth_bytes).judge(os.getpid(), grown, linux.descriptors())
+        words[LEAVING] = words[ASKED] if words[ASKED] == Leave.ASKED else still.leave or 0
+        words[ASKED] = words[LEAVING]
+        return bool(words[LEAVING])
 
     def _announce(self, task: int, slot: int, reply: Reply) -> None:
         wiring = self._wiring
