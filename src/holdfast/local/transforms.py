@@ -60,7 +60,7 @@ def _callable_of(frame: FrameType, known: dict[int, Any]) -> str:
         return frame.f_code.co_name
     if owner is not None and known.get(id(owner)) is owner:
         return type(owner).__name__
-    if known and str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
+    if str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
         return type(owner).__name__ if owner is not None and not isinstance(owner, type) else frame.f_code.co_name
     return ""
 
