@@ -33,7 +33,7 @@ soak-ledger: $(VENV)/ready
 	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0 -o faulthandler_timeout=0
 	$(BIN)/python -m tests.core.soak 10000
 
-# Every cause that can be made here, on real processes, against the finding that is named for it.
+# Every cause that can be made here, on real processes, against the finding that is named: a confusion matrix.
 causes: $(VENV)/ready
 	$(BIN)/python -m tests.faults.causes
 

@@ -42,6 +42,8 @@ ROOT = Path(__file__).parents[2]
 BAD = 5
 HELD = threading.Lock()
 KEPT: list[Any] = []
+# Words that only the compiled handler lets us say.
+BY_THE_HANDLER = ("bash", "java", "Ctrl-C", "holds the GIL", "bytes now")
 
 
 class Faulty(Dataset):
@@ -684,9 +686,10 @@ def missing(cause: Cause) -> str:
         return "" if platform.machine() == cause.needs else "machine code of another processor"
     if cause.needs and shutil.which(cause.needs) is None:
         return f"there is no program {cause.needs}"
-    if cause.finding == "trainer-signalled" and not can_note():
+    if not can_note() and any(noted in " ".join(cause.words) for noted in BY_THE_HANDLER):
         return "built without a compiler"
-    if (cause.within or cause.finding == "permission-denied") and os.getuid() != 0:
+    rooted = any(word in cause.within for word in ("unshare", "cgroup", "script"))
+    if (rooted or cause.finding == "permission-denied") and os.getuid() != 0:
         return "needs root"
     if "/sys/fs/cgroup/" in cause.within and not os.path.isdir("/sys/fs/cgroup/memory"):
         return "no cgroup version 1 here"

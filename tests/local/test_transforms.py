@@ -80,6 +80,15 @@ def test_the_innermost_transform_is_named(dataset, name):
     assert transform_in(caught.value.__traceback__) == name
 
 
+def test_libraries_of_transforms_are_known_whatever_the_dataset_calls_them():
+    """torchvision.transforms.functional, called straight from __getitem__."""
+    library = {"__name__": "torchvision.transforms.functional"}
+    exec("def resize(sample): raise ValueError('bad')", library)
+    with pytest.raises(ValueError) as caught:
+        Data(other=library["resize"])[3]
+    assert transform_in(caught.value.__traceback__) == "resize"
+
+
 def test_no_user_code_is_run_to_find_out():
     class Trap(Data):
         @property

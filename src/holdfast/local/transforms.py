@@ -48,9 +48,9 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _owner(frame: FrameType) -> Any:
-    """The object whose method a frame is."""
+    """The object whose method a frame is; None for a function."""
     code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
+    return frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
 
 
 def _callable_of(frame: FrameType, known: dict[int, Any]) -> str:
@@ -60,7 +60,7 @@ def _callable_of(frame: FrameType, known: dict[int, Any]) -> str:
         return frame.f_code.co_name
     if owner is not None and known.get(id(owner)) is owner:
         return type(owner).__name__
-    if known and str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
+    if str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
         return type(owner).__name__ if owner is not None and not isinstance(owner, type) else frame.f_code.co_name
     return ""
 
