@@ -166,6 +166,16 @@ def test_who_ignores_sigterm_is_killed_after_the_grace_period_and_says_where_it_
     assert re.search(r"rank 0 was stopped by us.* it would not end, and was in .*ranks.py", str(caught.value))
 
 
+def test_the_others_are_stopped_and_the_failure_is_told_though_nobody_waits(caplog):
+    """torch does that when `join` is called."""
+    context = holdfast.spawn(ranks.raise_in, (1,), 2, join=False, start_method="fork")
+    until(lambda: not any(p.is_alive() for p in context.processes), 20, "rank 0 was not stopped")
+    until(lambda: any("process 1 raised" in r.message for r in caplog.records), 5, "nobody was told")
+    for _ in range(2):
+        with pytest.raises(RankRaised, match="legitimate"):
+            context.join()
+
+
 def test_a_rank_that_raised_and_cannot_end_is_named_and_stopped():
     """Its last words come before its end."""
     error = fails(RankRaised, ranks.hang_at_exit, (1,), start_method="fork")
