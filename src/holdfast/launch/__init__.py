@@ -10,6 +10,6 @@ surround.py     the environment of a rank: rendezvous, threads; and do that many
 life.py         what the trainer holds of one rank: its process, last words, evidence
 group.py        one attempt: watched, its first failure noticed, the others stopped
 tell.py         failures become incidents and exceptions
-context.py      spawn itself, and what it gives back
+attempts.py     spawn itself, what it gives back, and one attempt after another
 elastic.py      the same findings in torchrun's error files; witness.py writes them for a rank that was killed
 """
