@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of this torch is enough for everything here; TORCH=torch takes the newest.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint soak-ledger causes bench compat clean
+.PHONY: demo test lint soak-ledger causes bench notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,18 @@ causes: $(VENV)/ready
 # Against torch's own loader, interleaved in one run; five minutes.
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/loader.py
+
+# examples/ddp.ipynb, executed 20 times with Jupyter; in an environment of its own that borrows torch from the first.
+notebook: .venv-notebook/ready
+	.venv-notebook/bin/python benchmarks/notebook.py 20
+
+.venv-notebook/ready: $(VENV)/ready
+	$(PYTHON) -m venv .venv-notebook
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-notebook/borrowed
+	echo "$(CURDIR)/src" >> .venv-notebook/borrowed
+	cp .venv-notebook/borrowed "$$(.venv-notebook/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
+	.venv-notebook/bin/python -m pip install --quiet nbconvert ipykernel
+	touch $@
 
 # The oldest supported torch, the one we develop on, and the newest.
 compat:

@@ -26,7 +26,7 @@ from holdfast.errors import (
     TooManyBad,
     WorkerLost,
 )
-from holdfast.launch.context import Ranks, spawn
+from holdfast.launch.attempts import Ranks, spawn
 from holdfast.launch.errors import RankExited, RankRaised
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.dataloader import DataLoader

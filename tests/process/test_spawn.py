@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
 import holdfast
@@ -23,6 +24,8 @@ from . import ranks
 
 METHODS = ["fork", "spawn", "forkserver"]
 every_method = pytest.mark.parametrize("method", METHODS)
+# Where a new interpreter and a fork of this one are the two cases there are.
+both = pytest.mark.parametrize("method", ["fork", "spawn"])
 
 
 def until(what, seconds, sentence):
@@ -91,8 +94,7 @@ def test_join_gives_up_after_its_timeout(tmp_path):
         context.join()
 
 
-@every_method
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("method", "who"), [("fork", 0), ("fork", 1), ("spawn", 1), ("forkserver", 1)])
 def test_an_exception_is_raised_with_its_traceback(method, who):
     error = fails(RankRaised, ranks.raise_in, (who,), start_method=method)
     assert isinstance(error, mp.ProcessRaisedException)
@@ -103,8 +105,10 @@ def test_an_exception_is_raised_with_its_traceback(method, who):
     assert error.incident.finding == "rank-raised"
 
 
-@every_method
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [(method, signal.SIGKILL) for method in METHODS] + [("fork", signal.SIGABRT), ("fork", signal.SIGTERM)],
+)
 def test_a_signal_is_named(method, number):
     error = fails(RankExited, ranks.signal_in, (1, number), start_method=method)
     assert isinstance(error, mp.ProcessExitedException)
@@ -113,7 +117,7 @@ def test_a_signal_is_named(method, number):
     assert "then   rank 0 was stopped by us" in str(error)
 
 
-@every_method
+@both
 def test_a_segfault_comes_with_its_stack(method):
     error = fails(RankExited, ranks.segfault_in, (0,), start_method=method)
     assert error.incident.finding == "worker-segfault"
@@ -121,7 +125,7 @@ def test_a_segfault_comes_with_its_stack(method):
     assert "multiprocessing" not in error.incident.stack
 
 
-@every_method
+@both
 @pytest.mark.parametrize("leave", [ranks.exit_in, ranks.leave_in])
 def test_an_exit_code_is_named(method, leave):
     error = fails(RankExited, leave, (0, 123), start_method=method)
@@ -160,6 +164,16 @@ def test_who_ignores_sigterm_is_killed_after_the_grace_period_and_says_where_it_
         context.join(grace_period=0.3)
     assert time.monotonic() - began < 10
     assert re.search(r"rank 0 was stopped by us.* it would not end, and was in .*ranks.py", str(caught.value))
+
+
+def test_the_others_are_stopped_and_the_failure_is_told_though_nobody_waits(caplog):
+    """torch does that when `join` is called."""
+    context = holdfast.spawn(ranks.raise_in, (1,), 2, join=False, start_method="fork")
+    until(lambda: not any(p.is_alive() for p in context.processes), 20, "rank 0 was not stopped")
+    until(lambda: any("process 1 raised" in r.message for r in caplog.records), 5, "nobody was told")
+    for _ in range(2):
+        with pytest.raises(RankRaised, match="legitimate"):
+            context.join()
 
 
 def test_a_rank_that_raised_and_cannot_end_is_named_and_stopped():
@@ -218,7 +232,7 @@ for policy in (None, holdfast.Policy(restarts=1)):
 """
 
 
-@every_method
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_from_a_main_without_a_file(method):
     """As in a notebook; fed to `python -`, the function exists in no module that could be imported."""
     script = SCRIPT.replace("METHOD", method)
@@ -231,7 +245,7 @@ def test_from_a_main_without_a_file(method):
 # Nobody is left ------------------------------------------------------------------------------------------------------
 
 TRAINER = """
-import sys, threading, time
+import os, sys, threading, time
 import holdfast
 from tests.process import ranks
 def go():
@@ -243,6 +257,11 @@ if sys.argv[4] == "thread":
     thread.join()
 else:
     go()
+if sys.argv[4] == "forked":
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    print(child, flush=True)
 print("up", flush=True)
 time.sleep(600)
 """
@@ -257,8 +276,9 @@ def trainer(tmp_path, method, fn="wait_for_ever", where="main"):
     return process, pids_in(folder, 2)
 
 
-@every_method
-@pytest.mark.parametrize("fn", ["wait_for_ever", "hold_the_gil"])
+@pytest.mark.parametrize(
+    ("method", "fn"), [(method, "wait_for_ever") for method in METHODS] + [("spawn", "hold_the_gil")]
+)
 def test_no_rank_outlives_the_trainer(tmp_path, method, fn):
     """SIGKILL to the trainer; also while native code in a rank holds the GIL."""
     process, pids = trainer(tmp_path, method, fn)
@@ -279,14 +299,20 @@ def test_ranks_outlive_the_thread_that_started_them(tmp_path, method):
     until(lambda: all(map(gone, pids)), 5, "ranks outlived their trainer")
 
 
-def test_a_fork_of_the_trainer_does_not_keep_ranks_alive(tmp_path):
-    process, pids = trainer(tmp_path, "fork")
+@both
+def test_a_fork_of_the_trainer_does_not_keep_ranks_alive(tmp_path, method):
+    """It has inherited the trainer's end of the pipe that says that the trainer lives."""
+    process, pids = trainer(tmp_path, method, where="forked")
+    child = int(process.stdout.readline())
     process.kill()
-    process.communicate()
-    until(lambda: all(map(gone, pids)), 5, "a rank held another's lifeline")
+    process.wait()
+    until(lambda: all(map(gone, pids)), 5, "ranks outlived their trainer, by its child")
+    assert not gone(child)
+    os.kill(child, signal.SIGKILL)
+    process.stdout.close()
 
 
-@every_method
+@both
 def test_ctrl_c_ends_all_ranks(tmp_path, method):
     folder = tmp_path / "pids"
     folder.mkdir()
@@ -300,7 +326,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path, method):
     assert all(map(gone, pids))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@both
 def test_ranks_of_a_rank_die_with_it(tmp_path, method):
     error = fails(RankExited, ranks.nest, (str(tmp_path), method), 1, start_method=method)
     assert error.signal_name == "SIGTERM"
@@ -319,13 +345,11 @@ def test_ddp_names_the_rank_that_was_killed(method):
     assert "then   rank 0" in str(error)
 
 
-@every_method
+@both
 def test_ddp_trains_to_the_end_with_restarts(method, tmp_path, caplog):
     """From its checkpoint; the second attempt meets on another port."""
     caplog.set_level(logging.WARNING, "holdfast")
     holdfast.spawn(ranks.train, (10, 5, str(tmp_path)), 2, start_method=method, policy=Policy(restarts=2))
-    import torch
-
     assert torch.load(tmp_path / "checkpoint")[0] == 10
     told = [r.message for r in caplog.records if "terminated with signal SIGKILL" in r.message]
     assert len(told) == 1 and "process 1" in told[0] and "starts all ranks again" in told[0]
@@ -373,7 +397,7 @@ def test_ranks_know_where_they_are(method, monkeypatch):
     assert dict(os.environ) == before
 
 
-@every_method
+@both
 def test_what_the_user_has_set_stands(method, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("MASTER_ADDR", "node7")
@@ -421,7 +445,7 @@ def test_the_traceback_is_in_the_file(tmp_path):
 # Signals -------------------------------------------------------------------------------------------------------------
 
 
-@every_method
+@both
 def test_the_sender_of_a_signal_is_named(tmp_path, method):
     context = holdfast.spawn(ranks.wait_for_ever, (str(tmp_path),), 2, join=False, start_method=method)
     pids_in(tmp_path, 2)

@@ -24,6 +24,7 @@ class RankExited(HoldfastError, ProcessExitedException):
         incident: Incident | None = None,
     ) -> None:
         ProcessExitedException.__init__(self, message, error_index, error_pid, exit_code, signal_name)
+        self.error_pid = error_pid  # older torch calls it pid
         self.incident = incident
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -38,6 +39,7 @@ class RankRaised(HoldfastError, ProcessRaisedException):
         self, message: str, error_index: int = 0, error_pid: int = 0, incident: Incident | None = None
     ) -> None:
         ProcessRaisedException.__init__(self, message, error_index, error_pid)
+        self.error_pid = error_pid  # older torch calls it pid
         self.incident = incident
 
     def __reduce__(self) -> tuple[Any, ...]:

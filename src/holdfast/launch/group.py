@@ -9,24 +9,19 @@ each wakes it; what a rank raised comes with the rank's own time.
 
 import logging
 import os
-import pickle
 import select
-import signal
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.launch import birth
-from holdfast.launch.cause import End, How, Verdict, how, judge
+from holdfast.launch.cause import How, Verdict, how, judge
+from holdfast.launch.life import Rank
 from holdfast.launch.output import Output
 from holdfast.launch.parcel import Parcel
-from holdfast.launch.rank import HEAD, PAGE, Card, Ends, Said
-from holdfast.local import forks, linux, procfs
-from holdfast.local.cgroups import group_of
-from holdfast.local.evidence import Evidence, shm_free, worlds
+from holdfast.launch.rank import PAGE, Card, Ends
+from holdfast.local import forks, linux
 from holdfast.local.oom import OomWatch
 from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory, new_file
@@ -38,63 +33,8 @@ LAST_CALL_S = 1.0
 STOP_S = 30.0
 # After SIGKILL a process is gone at once, unless the kernel itself waits (a dead network file system).
 KILLED_S = 5.0
-# How often memory is looked at, and how many readings are kept.
+# How often memory is looked at.
 TICK_S = 0.5
-SERIES = 8
-# faulthandler writes a stack in well under a millisecond, unless the process is stopped.
-DUMP_S = 0.2
-STACK_BYTES = 32 << 10
-
-
-@dataclass(eq=False)
-class Rank:
-    """One rank's process, and the trainer's ends."""
-
-    number: int
-    process: Any
-    words: int
-    crash: int
-    memory: Memory
-    began_ns: int
-    watched: int
-    """What wakes us at its end: a pidfd, or multiprocessing's sentinel where there is none."""
-    note: SenderNote
-    heard: bytearray = field(default_factory=bytearray)
-    said: Said | None = None
-    readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=SERIES))
-    stopped_ns: int | None = None
-    stack: str = ""
-    died_ns: int | None = None
-    code: int | None = None
-    evidence: Evidence | None = None
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
-
-    @property
-    def failed(self) -> bool:
-        """It has told us so, or its process has ended so."""
-        told = self.said is not None and self.said.what != "done"
-        return told or (self.code is not None and self.code != 0)
-
-    @property
-    def exit_code(self) -> int:
-        """As it would have been had we not stopped it on its way out."""
-        stopped = self.code is None or (self.code < 0 and self.stopped_ns is not None)
-        if self.said is not None and stopped:
-            return self.said.code
-        return -signal.SIGKILL if self.code is None else self.code
-
-    def end(self, output: tuple[str, ...]) -> End:
-        """For the judge."""
-        said = self.said
-        text = ""
-        if said is not None and said.raised is not None and said.what != "exit":
-            text = f"{said.raised.type_name}: {said.raised.text}"
-        at = said.at_ns if said is not None and said.what != "done" else self.died_ns
-        at = time.monotonic_ns() if at is None else at
-        return End(self.number, at, self.exit_code, text, "\n".join(output), self.stopped_ns)
 
 
 class Group:
@@ -105,18 +45,18 @@ class Group:
         self.ranks: list[Rank] = []
         self.grace_s: float | None = None
         """What `join` was told: how long others may take to end by themselves, and then after SIGTERM."""
-        self.interrupted = False
+        self._interrupted_at: float | None = None
         self._wake, self._waker = os.pipe()
         self._mine = {self._wake, self._waker}  # the trainer's descriptors
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
         self._oom = OomWatch(time.monotonic())
-        self._worlds = worlds()
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
         self._killed_at: float | None = None
         self._looked = 0.0
         self._open = True
+        self._closing = threading.Lock()
         forks.watch(self)
 
     # Birth ---------------------------------------------------------------------------------------------------------
@@ -162,7 +102,8 @@ class Group:
 
     def stop(self, grace_s: float) -> None:
         """End all ranks: nobody has failed, the trainer does not want them any more."""
-        self.grace_s, self.interrupted = grace_s, True
+        self.grace_s = grace_s
+        self._interrupted_at = self._interrupted_at or time.monotonic()
         self._nudge()
 
     def allow(self, grace_s: float | None) -> None:
@@ -172,8 +113,9 @@ class Group:
             self._nudge()
 
     def _nudge(self) -> None:
-        with suppress(OSError, ValueError):
-            os.write(self._waker, b".")
+        with self._closing:
+            if self._open:
+                os.write(self._waker, b".")
 
     # The watch -----------------------------------------------------------------------------------------------------
 
@@ -184,28 +126,41 @@ class Group:
                 self._step()
                 if not self._go_on():
                     break
+            for rank in self.ranks:
+                if rank.said is not None and rank.said.raised is not None:
+                    self.output.note(rank.number, rank.said.raised.traceback)
             self.output.finish()
             return judge(rank.end(self.output.tail(rank.number)) for rank in self.ranks)
         finally:
             self.close()
 
     def _step(self) -> None:
-        ready = self._poll.poll(self._patience() * 1000)
+        self._hear(self._patience())
+        for rank in self.ranks:
+            if rank.died_ns is not None and rank.code is None:
+                rank.reap(self._oom)
+                self._hear(0.0)  # that took a moment, and others may have died in it: each has its own time
+        now = time.monotonic()
+        if now - self._looked >= TICK_S:
+            self._looked = now
+            for rank in self.ranks:
+                if rank.code is None:
+                    rank.readings.append((now, linux.resident_bytes(rank.pid)))
+            self._oom.look(now)
+
+    def _hear(self, patience_s: float) -> None:
+        """Deaths and last words, as they come."""
+        ready = self._poll.poll(patience_s * 1000)
         now_ns = time.monotonic_ns()
         fds = {fd for fd, _ in ready}
         if self._wake in fds:
             os.read(self._wake, 4096)
         for rank in self.ranks:
-            if rank.words in fds and not self._listen(rank):
-                self._poll.unregister(rank.words)
-        for rank in self.ranks:
             if rank.watched in fds and rank.died_ns is None:
                 rank.died_ns = now_ns
                 self._poll.unregister(rank.watched)
-        for rank in self.ranks:
-            if rank.died_ns is not None and rank.code is None:
-                self._ended(rank)
-        self._look(now_ns / 1e9)
+            if rank.words in fds and not rank.listen():
+                self._poll.unregister(rank.words)
 
     def _patience(self) -> float:
         deadline = self._deadline()
@@ -216,8 +171,8 @@ class Group:
             return self._killed_at + KILLED_S
         if self._stopped_at is not None:
             return self._stopped_at + (STOP_S if self.grace_s is None else self.grace_s)
-        if self.interrupted:
-            return 0.0
+        if self._interrupted_at is not None:  # a terminal's Ctrl-C has reached the ranks too: they may be ending
+            return self._interrupted_at + min(LAST_CALL_S, self.grace_s or 0.0)
         if self._failed_at is not None:
             return self._failed_at + (LAST_CALL_S if self.grace_s is None else self.grace_s)
         return None
@@ -237,87 +192,15 @@ class Group:
             self._killed_at = now
             for rank in living:
                 log.warning("process %d minds no SIGTERM: SIGKILL (rank %d)", rank.pid, rank.number)
-                self._dump(rank)
-                self._signal(rank, rank.process.kill)
+                rank.dump()
+                rank.kill()
         else:
             self._stopped_at = now
             for rank in living:
                 if rank.said is None or rank.said.what != "done":  # who has returned is on its way out
                     log.warning("Terminating process %d via signal SIGTERM (rank %d)", rank.pid, rank.number)
-                    self._signal(rank, rank.process.terminate)
+                    rank.terminate()
         return True
-
-    def _signal(self, rank: Rank, send: Callable[[], None]) -> None:
-        if rank.stopped_ns is None:
-            rank.stopped_ns = time.monotonic_ns()
-        send()
-
-    def _listen(self, rank: Rank) -> bool:
-        """What the rank says; False when there is nobody to say more."""
-        while True:
-            try:
-                data = os.read(rank.words, 1 << 16)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            rank.heard += data
-            size = HEAD.unpack_from(rank.heard)[0] if len(rank.heard) >= HEAD.size else -1
-            if rank.said is None and size >= 0 and len(rank.heard) >= HEAD.size + size:
-                rank.said = pickle.loads(rank.heard[HEAD.size : HEAD.size + size])
-                if rank.said.raised is not None:
-                    self.output.note(rank.number, rank.said.raised.traceback)
-
-    def _ended(self, rank: Rank) -> None:
-        self._listen(rank)
-        popen = rank.process._popen
-        code = popen.wait(DUMP_S)  # the fork server tells the status a moment after the death
-        if code is None:
-            return
-        rank.process.join(0)  # multiprocessing need not remember it
-        if popen.status_lost and rank.said is not None and rank.said.what == "done":
-            code = 0
-        now = time.monotonic()
-        killed = code == -signal.SIGKILL and rank.stopped_ns is None
-        rank.evidence = Evidence(
-            pid=rank.pid,
-            lived_s=now - rank.began_ns / 1e9,
-            stack=rank.stack or _read_stack(rank.crash),
-            peak_bytes=popen.peak_bytes,
-            memory=tuple((now - at, size) for at, size in rank.readings),
-            oom=self._oom.claim(now) if killed else None,
-            counters=self._oom.readable,
-            kernel_log=procfs.kernel_says(rank.pid, rank.began_ns / 1e9) if killed else "",
-            group=group_of(),
-            shm_free=shm_free(),
-            pressure=procfs.memory_pressure(),
-            sender=rank.note.last(-code) if code < 0 else None,
-            worlds=self._worlds,
-        )
-        rank.code = code
-
-    def _look(self, now: float) -> None:
-        if now - self._looked < TICK_S:
-            return
-        self._looked = now
-        for rank in self.ranks:
-            if rank.code is None:
-                rank.readings.append((now, linux.resident_bytes(rank.pid)))
-        self._oom.look(now)
-
-    def _dump(self, rank: Rank) -> None:
-        """Where it hangs, before it is killed; faulthandler answers even while native code holds the GIL."""
-        if linux.process_state(rank.pid) in ("T", "t", "Z", ""):
-            return
-        with suppress(ProcessLookupError):
-            os.kill(rank.pid, linux.DUMP_SIGNAL)
-        deadline, size = time.monotonic() + DUMP_S, 0
-        while time.monotonic() < deadline:
-            time.sleep(0.002)
-            before, size = size, os.fstat(rank.crash).st_size
-            if size and size == before:
-                break
-        rank.stack = _read_stack(rank.crash)
 
     # The end -------------------------------------------------------------------------------------------------------
 
@@ -332,16 +215,13 @@ class Group:
 
     def close(self) -> None:
         """Whoever is still there is killed by the kernel now: the pipe that says we live is closed."""
-        if not self._open:
-            return
-        self._open = False
+        with self._closing:
+            if not self._open:
+                return
+            self._open = False
         forks.forget(self)
         for fd in self._mine:
             os.close(fd)
 
     def how(self, rank: Rank) -> How:
         return how(rank.end(self.output.tail(rank.number)))
-
-
-def _read_stack(crash: int) -> str:
-    return os.pread(crash, STACK_BYTES, 0).decode(errors="replace").rstrip()

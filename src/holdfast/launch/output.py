@@ -46,6 +46,7 @@ class Output:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
             self.files = [Path(log_dir) / f"rank-{rank}-attempt-{attempt}.log" for rank in range(nprocs)]
             self._open = [path.open("ab") for path in self.files if path is not None]
+        self._notes: dict[int, str] = {}
         self._streams: dict[int, _Stream] = {}
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name="holdfast-output", daemon=True)
@@ -67,11 +68,8 @@ class Output:
         return tuple(self._tails[rank])
 
     def note(self, rank: int, text: str) -> None:
-        """Into the rank's file alone: a traceback that the error shows anyway."""
-        file = self._open[rank]
-        if file is not None:
-            file.write(text.encode(errors="backslashreplace"))
-            file.flush()
+        """At the end of the rank's file alone: a traceback that the error shows anyway."""
+        self._notes[rank] = text
 
     @property
     def fds(self) -> list[int]:
@@ -93,8 +91,9 @@ class Output:
             os.close(fd)
         self._streams.clear()
         self._wake = self._waker = -1
-        for file in self._open:
+        for rank, file in enumerate(self._open):
             if file is not None:
+                file.write(self._notes.get(rank, "").encode(errors="backslashreplace"))
                 file.close()
 
     # The thread ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from holdfast.diagnose.report import Incident
 from holdfast.diagnose.rules import ALL
 from holdfast.launch.cause import How, Verdict
 from holdfast.launch.errors import RankExited, RankRaised
-from holdfast.launch.group import Group, Rank
+from holdfast.launch.group import Group
+from holdfast.launch.life import Rank
 from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
 from holdfast.local.raised import rebuild

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.core.host import Silence
 from holdfast.core.messages import Cause, Exited, Lost, Note, Place, Stage, Stop
-from holdfast.diagnose.finding import Again, Case
+from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.fetch import Failure, Trouble
@@ -132,7 +132,7 @@ class Teller:
         facts = (f"cuMemHostRegister of {refusal.bytes / 1e6:.1f} MB gave {refusal.why}", limits)
         raised = Raised("CudaError", refusal.why, "", None, None, facts=facts)
         did = "copied batches into memory that torch pins; nothing is lost but speed"
-        self.tell(replace(self._blank, what="unpinned", worker=-1, raised=raised, did=did))
+        self.tell(replace(self._blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 

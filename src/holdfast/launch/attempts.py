@@ -42,12 +42,15 @@ class Ranks(ProcessContext):
         start_method: str,
         policy: Policy | None,
         log_dir: str | os.PathLike[str] | None,
+        joined: bool,
     ) -> None:
+        """`joined`: somebody waits from the beginning."""
         # torch's own __init__ is not called: processes and sentinels change with each attempt.
         self._fn, self._args, self._nprocs = fn, args, nprocs
         self._daemon, self._method, self._log_dir = daemon, start_method, log_dir
         self._restarts = 0 if policy is None else policy.restarts
         self._machine: Machine = read_machine()
+        self._joined = joined
         self._told: list[str] = []  # of earlier attempts
         self._grace_s: float | None = None
         self._interrupted = False
@@ -153,15 +156,20 @@ class Ranks(ProcessContext):
 
     def _again(self, verdict: Verdict) -> bool:
         """True for another attempt; else it is over, and `_error` says how."""
-        if verdict.cause is None or self._interrupted:
+        if self._interrupted:
+            self._error = KeyboardInterrupt("the ranks were stopped")
+            return False
+        if verdict.cause is None:
             return False
         most = self._restarts + 1
         last = self.attempt >= most
         attempt = Attempt(self._group, verdict, self.attempt, most, "" if last else "starts all ranks again")
-        if last or attempt.boot:
+        over = last or attempt.boot
+        if not (over and self._joined):  # else the exception says it
+            log.warning("%s", attempt.incident.line)
+        if over:
             self._error = attempt.error(self._told)
             return False
-        log.warning("%s", attempt.incident.line)
         self._told.append(attempt.incident.headline)
         return True
 
@@ -189,7 +197,7 @@ def spawn(
         raise ValueError(f"start_method={start_method!r}: it must be one of {', '.join(_METHODS)}")
     if nprocs < 1:
         raise ValueError(f"nprocs={nprocs}: there must be one rank at least")
-    ranks = Ranks(fn, tuple(args), nprocs, daemon, start_method, policy, log_dir)
+    ranks = Ranks(fn, tuple(args), nprocs, daemon, start_method, policy, log_dir, join)
     if not join:
         return ranks
     ranks.join()
