@@ -6,6 +6,7 @@ shm/             shared memory: who owns which bytes
 local/           workers as processes of this machine: host, keeper, worker, pulse
 diagnose/        why it happened: findings, report
 loader/          the DataLoader; iterator.py is the main path
+pool/            the Pool: any calls, in processes that may die
 testing/         faults to inject, for our tests and yours
 cli/             the command line
 
@@ -19,14 +20,18 @@ from holdfast.errors import (
     HoldfastError,
     LoaderTorn,
     PolicyError,
+    PoolBroken,
     RemoteTraceback,
     SampleError,
     StreamBroken,
+    TaskLost,
+    TaskTimeout,
     TooManyBad,
     WorkerLost,
 )
 from holdfast.loader.dataloader import DataLoader
 from holdfast.policy import Policy
+from holdfast.pool.executor import Pool
 
 __version__ = "0.1.0"
 
@@ -39,10 +44,14 @@ __all__ = [
     "LoaderTorn",
     "Policy",
     "PolicyError",
+    "Pool",
+    "PoolBroken",
     "RemoteTraceback",
     "Report",
     "SampleError",
     "StreamBroken",
+    "TaskLost",
+    "TaskTimeout",
     "TooManyBad",
     "WorkerLost",
 ]

@@ -13,6 +13,8 @@ The rules:
     finished batch, or a position in one that was not reached before.
  7. A worker that never comes up ends the run after a few tries.
  8. The same events give the same actions.
+ 9. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
+    do it once more. One that is withdrawn takes its worker with it, and nobody else.
 """
 
 import signal
@@ -33,15 +35,18 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Kill,
     Lost,
     Note,
     Opened,
     Place,
+    Release,
     Renew,
     Send,
     Stage,
     Start,
     Stop,
+    Withdrawn,
 )
 from holdfast.policy import Policy
 
@@ -75,6 +80,7 @@ class Task:
         "done",
         "hits",
         "id",
+        "lives",
         "number",
         "reached",
         "result",
@@ -82,8 +88,9 @@ class Task:
         "worker",
     )
 
-    def __init__(self, id: int, samples: int) -> None:
+    def __init__(self, id: int, samples: int, lives: int | None) -> None:
         self.id = id
+        self.lives = lives
         self.samples = samples
         self.attempt = 0
         self.worker = -1
@@ -100,7 +107,7 @@ class Task:
 class Worker:
     """One worker, in its present life."""
 
-    __slots__ = ("boot_deaths", "drawn", "id", "life", "open", "ready", "stalls", "tasks")
+    __slots__ = ("boot_deaths", "drawn", "id", "leaving", "life", "open", "ready", "served", "stalls", "tasks")
 
     def __init__(self, id: int, life: int, ready: bool) -> None:
         self.id = id
@@ -111,10 +118,15 @@ class Worker:
         self.tasks: dict[int, Task] = {}  # in the order they were sent
         self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
+        self.served = 0  # tasks finished in this life
+        self.leaving = False  # this life was asked to end: it gets no more tasks
 
 
 class Ledger:
-    """See the module. `depth`: tasks a worker holds at once. `running`: lives that already exist (a later epoch)."""
+    """See the module. `depth`: tasks a worker holds at once. `running`: lives that already exist (a later epoch).
+
+    `share`: tasks after which a life is over, and another takes its place.
+    """
 
     def __init__(
         self,
@@ -127,8 +139,10 @@ class Ledger:
         round_robin: bool = False,
         first_task: int = 0,
         running: Sequence[int] = (),
+        share: int | None = None,
     ) -> None:
         self._policy = policy
+        self._share = share
         self._in_order = in_order
         self._streams = streams
         self._round_robin = round_robin  # batch n goes to worker n % workers, as torch has it
@@ -157,6 +171,11 @@ class Ledger:
         return [worker.life for worker in self._workers]
 
     @property
+    def room(self) -> int:
+        """How many tasks would be sent at once."""
+        return len(self._capacity)
+
+    @property
     def open_streams(self) -> bool:
         """False when every iterable worker has come to its end: there is nothing left to draw."""
         return not self._streams or any(worker.open for worker in self._workers)
@@ -172,6 +191,8 @@ class Ledger:
                 return self._drawn(event)
             case Exhausted():
                 return self._exhausted(event)
+            case Withdrawn():
+                return self._withdrawn(event)
             case Exited():
                 return self._exited(event)
             case Booted():
@@ -185,7 +206,7 @@ class Ledger:
     # The everyday path ---------------------------------------------------------------------------------------------
 
     def _drawn(self, event: Drawn) -> Sequence[Action]:
-        task = self._tasks[event.task] = Task(event.task, event.samples)
+        task = self._tasks[event.task] = Task(event.task, event.samples, event.lives)
         if self._streams:
             return self._draw_from_stream(task)
         if self._round_robin:
@@ -231,6 +252,7 @@ class Ledger:
             return [Discard(event.result)]
         self._progress()
         self._proven = True
+        worker.served += 1
         task.done, task.result = True, event.result
         self._seen += task.samples
         if event.bad:
@@ -257,10 +279,30 @@ class Ledger:
         if self._streams or self._round_robin:
             return
         worker = self._workers[task.worker]
+        if self._share is not None and worker.served >= self._share and not worker.leaving:
+            worker.leaving = True
+            actions.append(Release(worker.id, worker.life))
+        if not worker.leaving:  # or its place comes back with its next life
+            actions += self._make_room(worker)
+
+    def _make_room(self, worker: Worker) -> Sequence[Action]:
         if self._backlog:
-            actions.append(self._give(worker, self._backlog.popleft()))
-        else:
-            self._capacity.append(worker)
+            return (self._give(worker, self._backlog.popleft()),)
+        self._capacity.append(worker)
+        return ()
+
+    def _withdrawn(self, event: Withdrawn) -> Sequence[Action]:
+        assert not self._in_order, "a turn cannot be skipped"
+        task = self._tasks.pop(event.task, None)
+        if task is None:
+            return ()
+        if task in self._backlog:
+            self._backlog.remove(task)
+            return ()
+        worker = self._workers[task.worker]
+        del worker.tasks[task.id]
+        worker.leaving = True
+        return (Kill(worker.id, worker.life),)
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
@@ -315,10 +357,14 @@ class Ledger:
         if self._streams and not worker.open:
             worker.life += 1  # it had nothing left to do, and needs no other life
             return [Note(event, "nothing: its stream had ended", 0, 0)]
+        if worker.leaving:
+            return self._replace(worker)
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
         task = worker.tasks[on.task] if on is not None else None
+        if event.cause is Cause.KEEPER and (task is None or task.lives is None):
+            on = task = None
         self._count_stall(worker, task, on, event)
-        if self._looks_like_inherited_lock(event, on):
+        if self._looks_like_inherited_lock(event, on) and (task is None or task.lives is None):
             return self._renew(event)
         strike, needed, bad = self._judge(event, task, on)
         if not bad and self._out_of_patience(worker):
@@ -339,13 +385,22 @@ class Ledger:
         actions = [Note(event, did, strike, needed), *actions]
         if self.stopped:
             return actions
-        worker.life += 1
-        worker.ready = False
+        self._end_life(worker)
         if self._streams and not worker.open:
             return actions
         if task is not None:
             task.attempt += 1
         return [*actions, *self._restart(worker)]
+
+    def _replace(self, worker: Worker) -> list[Action]:
+        """It left because we asked: no incident."""
+        self._end_life(worker)
+        return [*self._restart(worker), *self._make_room(worker)]
+
+    def _end_life(self, worker: Worker) -> None:
+        worker.life += 1
+        worker.ready = worker.leaving = False
+        worker.served = 0
 
     def _restart(self, worker: Worker) -> list[Action]:
         held = list(worker.tasks.values())
@@ -384,6 +439,8 @@ class Ledger:
     def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
         """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
         maybe_chance = _maybe_chance(event)
+        if task is not None and task.lives is not None:
+            return task.attempt + 1, task.lives, task.attempt + 1 >= task.lives
         if task is None or on is None or event.cause is Cause.KEEPER:
             self._kills += maybe_chance
             return 0, 0, False
@@ -414,6 +471,8 @@ class Ledger:
             if self._streams:
                 return "gave this worker's stream up", self._end_stream(worker)
             self._seen += task.samples
+            if task.lives is not None:
+                self._progress()  # it is out of the way
             return "gave the batch up: next() raises for it", self._deliver()
         task.bad = (*task.bad, position)
         self._bad += 1
@@ -452,9 +511,11 @@ class Ledger:
         ]
         for worker in self._workers:
             if worker.open:  # a stream that has ended needs no other life
-                worker.life += 1
-                worker.ready = False
-                actions += self._restart(worker)
+                if worker.leaving:
+                    actions += self._replace(worker)
+                else:
+                    self._end_life(worker)
+                    actions += self._restart(worker)
         return actions
 
 

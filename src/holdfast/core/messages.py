@@ -33,6 +33,7 @@ class Cause(IntEnum):
     DEADLINE = 2  # we killed it: past sample_timeout
     MEMORY = 3  # we killed it: past worker_memory
     KEEPER = 4  # its keeper died or was replaced; nobody's fault
+    ASKED = 5  # we ended it: its task was withdrawn, or it had done its share of tasks
 
 
 class Place(NamedTuple):
@@ -54,10 +55,20 @@ class Opened(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The source gave one more task."""
+    """The source gave one more task.
+
+    `lives`: how many lives it may end, whatever ends them; None to judge each death by the policy.
+    """
 
     task: int
     samples: int
+    lives: int | None = None
+
+
+class Withdrawn(NamedTuple):
+    """Nobody wants this task any more, even if it is being done right now."""
+
+    task: int
 
 
 class Booted(NamedTuple):
@@ -105,13 +116,27 @@ class Exited(NamedTuple):
     evidence: object = None
 
 
-Event = Opened | Drawn | Booted | BootFailed | Finished | Exhausted | Exited
+Event = Opened | Drawn | Withdrawn | Booted | BootFailed | Finished | Exhausted | Exited
 
 # Actions -----------------------------------------------------------------------------------------------------------
 
 
 class Start(NamedTuple):
     """Give this worker a new life."""
+
+    worker: int
+    life: int
+
+
+class Kill(NamedTuple):
+    """End this life at once: what it does is not wanted any more."""
+
+    worker: int
+    life: int
+
+
+class Release(NamedTuple):
+    """This life has done its share: it may leave by itself."""
 
     worker: int
     life: int
@@ -174,7 +199,7 @@ class Stop(NamedTuple):
     seen: int
 
 
-Action = Start | Send | Deliver | Drop | Discard | Renew | Note | Stop
+Action = Start | Kill | Release | Send | Deliver | Drop | Discard | Renew | Note | Stop
 
 
 class Lost(NamedTuple):

@@ -16,14 +16,19 @@ from holdfast.core.messages import (
     Discard,
     Drop,
     Event,
+    Kill,
     Note,
     Opened,
+    Release,
     Renew,
     Send,
     Start,
     Stop,
 )
 from holdfast.core.story import Story
+
+# What a worker that has done its share gets to leave by itself: exit handlers of the user's code run then.
+LEAVE_S = 5.0
 
 
 class Supervisor:
@@ -71,6 +76,10 @@ class Supervisor:
                     self.ready.append(action)
                 case Start():
                     self._host.start(action.worker, action.life)
+                case Kill():
+                    self._host.end(action.worker, action.life, 0.0)
+                case Release():
+                    self._host.end(action.worker, action.life, LEAVE_S)
                 case Drop():
                     self.resolved += 1
                 case Discard():

@@ -49,7 +49,16 @@ class Case:
     worker_memory: int | None = None
     start_method: str = "fork"
     again: Again | None = None
+    call: str | None = None
+    """Of a pool: the name of the function that the task calls; "" between tasks. None for a loader."""
+    attempts: int = 1
+    """Of a pool: how often the task may be begun."""
     did: str = ""
+
+    @property
+    def of_pool(self) -> bool:
+        """A task of a pool, and not a sample of a loader."""
+        return self.call is not None
 
 
 @dataclass(frozen=True, slots=True)

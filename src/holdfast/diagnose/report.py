@@ -17,6 +17,7 @@ SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
 _EXAMPLES = 5
+_OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker.py")
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
 _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
 
@@ -43,6 +44,8 @@ class Incident:
     exit_code: int | None
     stack: str
     again: Again | None = None
+    call: str | None = None
+    """Of a pool: the function that was called; `batch` is then the number of the task."""
 
     def __str__(self) -> str:
         lines = [self.headline, f"  {self.finding}: {self.says}"]
@@ -93,6 +96,7 @@ def incident_of(case: Case) -> Incident:
         exit_code=case.code if case.cause is Cause.EXIT else None,
         stack=_users_frames(evidence.stack) if evidence is not None and evidence.stack else _traceback(case),
         again=case.again,
+        call=case.call,
     )
 
 
@@ -101,7 +105,7 @@ def _users_frames(stack: str) -> str:
     lines: list[str] = []
     for line in stack.splitlines():
         lines.append(line)
-        if "/holdfast/loader/job.py" in line or "/holdfast/local/worker.py" in line:
+        if any(ours in line for ours in _OUR_FRAMES):
             break
     return "\n".join(lines)
 
@@ -140,6 +144,8 @@ def _end(case: Case) -> str:
             return "was killed for its memory limit"
         case Cause.KEEPER:
             return "went with its keeper"
+        case Cause.ASKED:
+            return "was ended because it was not needed any more"
         case _:
             return f"was killed by {signal_name(case.code)}"
 
@@ -149,7 +155,10 @@ def where(case: Case) -> str:
     if case.task is None:
         if case.stage in (Stage.BOOT, Stage.INIT):
             return "while starting"
-        return "between batches"
+        return "between tasks" if case.of_pool else "between batches"
+    if case.of_pool:
+        running = "while sending the result of" if case.stage is Stage.SEND else "while running"
+        return f"{running} task {case.task} ({case.call}, attempt {case.attempt} of {case.attempts})"
     doing = {
         Stage.FETCH_MANY: "while in __getitems__ of",
         Stage.COLLATE: "while collating",
@@ -189,10 +198,18 @@ class Record:
             self.bad_samples.append(bad)
 
 
-class Report:
-    """What happened so far. `str()` for people, `to_json()` for programs."""
+def _of_loader(stats: dict[str, Any]) -> str:
+    return (
+        f"{stats['batches']} batches, {stats['samples']} samples delivered; {stats['restarts']} workers restarted, "
+        f"{stats['bad_samples']} bad samples, {stats['retries']} retries"
+    )
 
-    def __init__(self, record: Record, stats: dict[str, Any]) -> None:
+
+class Report:
+    """What happened so far. `str()` for people, `to_json()` for programs. `summary`: the totals in words."""
+
+    def __init__(self, record: Record, stats: dict[str, Any], summary: str | None = None) -> None:
+        self._summary = summary if summary is not None else _of_loader(stats)
         self.incidents = tuple(record.incidents)
         self.bad_samples = tuple(record.bad_samples)
         self.stats = stats
@@ -200,11 +217,7 @@ class Report:
 
     def __str__(self) -> str:
         s = self.stats
-        lines = [
-            "Holdfast report",
-            f"  {s['batches']} batches, {s['samples']} samples delivered; "
-            f"{s['restarts']} workers restarted, {s['bad_samples']} bad samples, {s['retries']} retries",
-        ]
+        lines = ["Holdfast report", f"  {self._summary}"]
         lines += [line for name in self._findings() for line in self._folded(name)]
         if self.bad_samples:
             lines.append("  bad samples")

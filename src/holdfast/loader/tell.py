@@ -1,30 +1,23 @@
-"""What the user is told: events and failures become incidents, log lines, bad samples and exceptions.
+"""What the user of a loader is told: failures become bad samples and exceptions. Deaths: see diagnose/voice.py."""
 
-Nothing here decides or waits. The same `Case` is behind the log line, the report and the text of an exception.
-"""
-
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.host import Silence
-from holdfast.core.messages import Cause, Exited, Lost, Note, Place, Stage, Stop
+from holdfast.core.messages import Cause, Exited, Lost, Note, Stage, Stop
 from holdfast.diagnose.finding import Again, Case
-from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
+from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.diagnose.voice import Voice
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.fetch import Failure, Trouble
-from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised, to_raise
 from holdfast.policy import Policy
-
-log = logging.getLogger("holdfast")
 
 _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
 
 
-class Teller:
+class Teller(Voice):
     """One iterator's voice. `sample_of(task, position)`: its index, and how to load it again; `pid_of(worker)`."""
 
     def __init__(
@@ -35,70 +28,35 @@ class Teller:
         sample_of: Callable[[int, int], tuple[object, Again | None]],
         pid_of: Callable[[int], int | None],
     ) -> None:
-        self._record = record
-        self._policy = policy
-        self._sample_of = sample_of
-        self._pid_of = pid_of
-        self._blank = Case(
+        blank = Case(
             what="exited",
             worker=0,
             sample_timeout=policy.sample_timeout,
             worker_memory=policy.worker_bytes,
             start_method=start_method,
         )
+        super().__init__(record, blank)
+        self._policy = policy
+        self._sample_of = sample_of
+        self._pid_of = pid_of
         self.first_task = 0  # of this epoch: batches are numbered from it
 
-    def tell(self, case: Case) -> Incident:
-        """Into the report and the log."""
-        incident = incident_of(case)
-        self._record.add(incident)
-        log.warning("%s", incident.line)
-        return incident
+    def name(self, task: int, position: int) -> dict[str, Any]:
+        if task < self.first_task:
+            return {}
+        index, again = self._sample_of(task, position)
+        return {"task": task - self.first_task, "index": index, "again": again}
 
-    # Deaths and silences -------------------------------------------------------------------------------------------
-
-    def incident(self, note: Note | Silence) -> None:
-        """Something happened to a worker; the ledger has dealt with it."""
-        if isinstance(note, Note):
-            self._record.counts["restarts"] += 1
-            self.tell(self._death(note))
-        else:
-            facts = {"worker": note.worker, "life": note.life, "what": note.what, "code": note.code}
-            self.tell(self._at(note.on, note.evidence, **facts))
-
-    def _death(self, note: Note) -> Case:
-        event = note.event
-        return self._at(
-            event.on,
-            event.evidence,
-            worker=event.worker,
-            life=event.life,
-            cause=event.cause,
-            code=event.code,
-            strike=note.strike,
-            needed=note.needed,
-            attempt=max(1, note.strike),
-            did=note.did,
-        )
-
-    def _at(self, on: Place | None, evidence: object, **facts: Any) -> Case:
-        assert isinstance(evidence, Evidence)
-        facts |= {"pid": evidence.pid, "evidence": evidence}
-        if on is not None:
-            facts |= {"stage": on.stage, "seconds": on.seconds}
-            if on.stage >= Stage.FETCH and on.task >= self.first_task:
-                index, again = self._sample_of(on.task, on.position)
-                facts |= {"task": on.task - self.first_task, "index": index, "again": again}
-        return replace(self._blank, **facts)
+    # Deaths --------------------------------------------------------------------------------------------------------
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or batch ended too many lives: the error to raise for it."""
         note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
-        case = self._death(note)
+        case = self.death(note)
         incident = incident_of(case)
         if lost.position >= 0:
             batch = lost.task - self.first_task
-            self._record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
+            self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
 
     # Exceptions ----------------------------------------------------------------------------------------------------
@@ -107,14 +65,14 @@ class Teller:
         pid = self._pid_of(worker) or 0
         _, again = self._sample_of(batch + self.first_task, position)
         facts |= {"worker": worker, "pid": pid, "task": batch, "index": index, "raised": raised, "again": again}
-        return replace(self._blank, **facts)
+        return replace(self.blank, **facts)
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
         """A sample raised, and the policy dealt with it."""
-        self._record.counts["retries"] += trouble.attempts - 1
+        self.record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
-            self._record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
+            self.record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
         self.tell(
             self._raised(
                 trouble.raised,
@@ -142,11 +100,11 @@ class Teller:
             attempt=failure.attempts,
             did="raised it from next(); the next call goes on with the next batch",
         )
-        self._record.add(incident_of(case))
-        self._record.counts["retries"] += failure.attempts - 1
+        self.record.add(incident_of(case))
+        self.record.counts["retries"] += failure.attempts - 1
         if failure.position >= 0:
             text = f"{failure.raised.type_name}: {failure.raised.text}"
-            self._record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
+            self.record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
         told = f"in worker {worker} (pid {case.pid}) {where(case)}"
         return to_raise(failure.raised, told, failure.index, worker)
 
@@ -154,14 +112,14 @@ class Teller:
 
     def boot_failure(self, raised: Raised, worker: int) -> BaseException:
         """A worker could not start: the exception to raise."""
-        self.tell(replace(self._blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised))
+        self.tell(replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised))
         return to_raise(raised, f"in worker {worker} while it started", None, worker)
 
     def stop(self, stop: Stop) -> BaseException:
         """Going on would not help: the exception to raise."""
         event = stop.event
         if isinstance(event, Exited):
-            case = self._death(Note(event, "gave up", 0, 0))
+            case = self.death(Note(event, "gave up", 0, 0))
             incident = incident_of(case)
             why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
             if event.cause is Cause.KEEPER:
@@ -176,7 +134,7 @@ class Teller:
 
     def too_many(self, bad: int, seen: int) -> TooManyBad:
         """The circuit breaker: what do they share?"""
-        shared = Counter(b.error for b in self._record.bad_samples).most_common(3)
+        shared = Counter(b.error for b in self.record.bad_samples).most_common(3)
         lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
         lines += [f"    seen   {count} x {error}" for error, count in shared]
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]

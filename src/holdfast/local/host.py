@@ -37,6 +37,7 @@ from holdfast.local.wire import (
     MAGIC,
     RECORD,
     TASK,
+    EndLife,
     KeeperSignalled,
     KeeperUp,
     Kind,
@@ -86,6 +87,7 @@ class LocalHost:
         self._lifelines: list[Lifeline | None] = [None] * workers
         self._retired: list[Slots] = []
         self._events: list[Event | Silence] = []
+        self._rung = False
         self._quick = False  # the last wait was short
         self._files: dict[tuple[int, ...], int] = {}
         self._journals: dict[int, tuple[bytes, int]] = {}  # task -> what its last life had done of it
@@ -109,6 +111,7 @@ class LocalHost:
         os.set_blocking(self._results, False)
         self._parcels, self._parcels_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._parcels.setblocking(False)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
         memory = Memory(self._pulse_fd, workers * PAGE)
         self.pulses = [Pulse(memory, i) for i in range(workers)]
@@ -141,6 +144,7 @@ class LocalHost:
         self._poll = select.poll()
         self._poll.register(self._results, select.POLLIN)
         self._poll.register(self._control, select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         if self._closed or os.getpid() != self._owner:
@@ -183,6 +187,7 @@ class LocalHost:
             self._results,
             self._results_w,
             self._pulse_fd,
+            self._bell,
             *self._files.values(),
         ):
             os.close(fd)
@@ -194,11 +199,12 @@ class LocalHost:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
         self._closed = True
         os.close(self._results)
+        os.close(self._bell)
         self._parcels.close()
         self._control.close()
         for line in self._lifelines:
             if line is not None:
-                os.close(line.tasks)
+                line.hang_up()
 
     def renew(self) -> None:
         self._events.clear()
@@ -253,13 +259,23 @@ class LocalHost:
     def _end_lifeline(self, worker: int) -> None:
         line = self._lifelines[worker]
         if line is not None:
-            os.close(line.tasks)
+            line.hang_up()
             line.slots.retire()
             self._lifelines[worker] = None
 
-    def send(self, worker: int, life: int, task: int, payload: bytes) -> None:
+    def end(self, worker: int, life: int, grace_s: float) -> None:
         line = self._lifelines[worker]
         if line is None or line.life != life:
+            return
+        line.hang_up()
+        try:
+            self._control.send(encode(EndLife(worker, life, grace_s)))
+        except OSError:
+            pass  # the keeper is gone: `wait` finds that out and says so for each life
+
+    def send(self, worker: int, life: int, task: int, payload: bytes) -> None:
+        line = self._lifelines[worker]
+        if line is None or line.life != life or line.tasks < 0:
             return
         slots = line.slots
         box = slots.take_box()
@@ -290,12 +306,23 @@ class LocalHost:
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
+    def ring(self) -> None:
+        """From any thread: whoever waits stops waiting, with or without an event."""
+        os.eventfd_write(self._bell, 1)
+
+    def _answer_bell(self) -> None:
+        os.eventfd_read(self._bell)
+        self._rung = True
+
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]:
         self._thread = threading.get_ident()
+        self._rung = False
         # The keeper is listened to each time, also while other workers keep us busy.
         for fd, _ in self._poll.poll(0):
             if fd == self._results:
                 self._drain()
+            elif fd == self._bell:
+                self._answer_bell()
             else:
                 self._hear_keeper()
         if not self._events:
@@ -305,7 +332,7 @@ class LocalHost:
 
     def _sleep(self, timeout_s: float | None) -> None:
         limit = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._events:
+        while not self._events and not self._rung:
             now = time.monotonic()
             until = min(
                 limit or float("inf"),
@@ -315,8 +342,11 @@ class LocalHost:
             ready = self._look_a_while() or self._poll.poll(wait_ms)
             self._quick = time.monotonic() - now < SPIN_S
             control = self._control.fileno()
-            if any(fd == control for fd, _ in ready):
-                self._hear_keeper()
+            for fd, _ in ready:
+                if fd == control:
+                    self._hear_keeper()
+                elif fd == self._bell:
+                    self._answer_bell()
             self._drain()
             if not ready:
                 if not self._keeper_up and time.monotonic() >= self._keeper_due:
@@ -470,7 +500,7 @@ class LocalHost:
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
             case LifeQuiet(worker, life, what, code, on, evidence):
                 self._events.append(Silence(worker, life, what, code, on, evidence))
-            case StartLife() | StopAll():
+            case StartLife() | EndLife() | StopAll():
                 raise AssertionError(f"not for a trainer: {message}")
             case _:
                 assert_never(message)
@@ -500,7 +530,8 @@ class LocalHost:
         for worker, line in enumerate(self._lifelines):
             if line is not None:
                 evidence = Evidence(pid=line.pid or 0)
-                self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, None, evidence))
+                on = self.pulses[worker].place(now)
+                self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
         self._launch()
 
     # Parcels -------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from holdfast.local.evidence import (
 )
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import (
+    ALLOWED,
     DUMPABLE,
     LAST_SIGNAL,
     PAGE,
@@ -45,6 +46,7 @@ from holdfast.local.pulse import (
 )
 from holdfast.local.sender import SenderNote
 from holdfast.local.wire import (
+    EndLife,
     KeeperSignalled,
     KeeperUp,
     LifeEnded,
@@ -104,6 +106,7 @@ class Life:
         self.next_alarm_s = SILENT_S
         self.signals = pulse.words[SIGNALS]
         self.memory: deque[tuple[float, int]] = deque(maxlen=SERIES)
+        self.end_at: float | None = None
         self.killed_for: Cause | None = None
         self.killed_on: Place | None = None
         self.stack = ""
@@ -132,8 +135,7 @@ class Keeper:
         self._last_tick = time.monotonic()
         self._worlds = worlds()
         self._oom = OomWatch(time.monotonic())
-        timeout = orders.sample_timeout
-        self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
+        self._tick_s = self._tick(orders.sample_timeout)
 
     def run(self) -> None:
         """Until the trainer says stop, closes the socket, or is gone."""
@@ -184,6 +186,8 @@ class Keeper:
             match decode(data):
                 case StartLife() as order:
                     self._start(order, fds)
+                case EndLife(worker, number, grace_s):
+                    self._end(worker, number, grace_s)
                 case StopAll(grace_s):
                     self._stop_at = time.monotonic() + grace_s
                 case other:
@@ -273,6 +277,24 @@ class Keeper:
 
     # Death ---------------------------------------------------------------------------------------------------------
 
+    def _end(self, worker: int, number: int, grace_s: float) -> None:
+        """The trainer does not want this life any more. One that was never born ends, too."""
+        for life in self._lives.values():
+            if (life.worker, life.life) == (worker, number):
+                life.killed_for = life.killed_for if life.killed_for is not None else Cause.ASKED
+                if grace_s:
+                    life.end_at = time.monotonic() + grace_s
+                else:
+                    _kill(life.pid)
+                return
+        for waiting in list(self._unforked):
+            order, fds, _ = waiting
+            if (order.worker, order.life) == (worker, number):
+                self._unforked.remove(waiting)
+                for fd in fds:
+                    os.close(fd)
+                self._say(_never_born(order, time.monotonic(), 0)._replace(cause=Cause.ASKED))
+
     def _reap(self) -> None:
         while self._lives:
             try:
@@ -340,12 +362,19 @@ class Keeper:
         self._last_tick = now
         # A stopped keeper or a paused machine is nobody's hang: a gap counts as two ticks at most.
         step = min(gap, 2 * self._tick_s)
+        deadlines = [allowed for life in self._lives.values() if (allowed := self._allowed(life)) is not None]
+        self._tick_s = self._tick(min(deadlines, default=None))
         for life in list(self._lives.values()):
             self._look_at(life, step, now)
         self._oom.look(now)
         for _ in range(len(self._unforked)):
             self._start(*self._unforked.popleft())
         self._say()
+
+    @staticmethod
+    def _tick(deadline_s: float | None) -> float:
+        """The shorter the deadline, the oftener somebody must look."""
+        return TICK_S if deadline_s is None else max(0.01, min(TICK_S, deadline_s / 5))
 
     def _look_at(self, life: Life, step: float, now: float) -> None:
         words = life.pulse.words
@@ -357,6 +386,8 @@ class Keeper:
             life.quiet_s += step
             self._judge_silence(life, now)
         self._look_for_signals(life, now)
+        if life.end_at is not None and now >= life.end_at:
+            _kill(life.pid)
 
     def _look_for_signals(self, life: Life, now: float) -> None:
         words = life.pulse.words
@@ -366,7 +397,7 @@ class Keeper:
             self._say_quiet(life, "signal", number, now, sender=life.pulse.sender.last(number))
 
     def _judge_silence(self, life: Life, now: float) -> None:
-        allowed = self._orders.sample_timeout
+        allowed = self._allowed(life)
         stage, position = life.beat[0], life.beat[2]
         if allowed is not None and stage >= Stage.FETCH and life.killed_for is None:
             if stage == Stage.FETCH_MANY:
@@ -382,6 +413,13 @@ class Keeper:
             self._dump(life)
             self._say_quiet(life, "silent", int(life.quiet_s), now, stack=life.stack)
             life.stack = ""
+
+    def _allowed(self, life: Life) -> float | None:
+        """Seconds that it may take for what it does."""
+        own: int = life.pulse.words[ALLOWED]
+        if own == 0:
+            return self._orders.sample_timeout
+        return own / 1e9 if own > 0 else None
 
     def _say_quiet(self, life: Life, what: str, code: int, now: float, **facts: Any) -> None:
         on = life.pulse.place(now)

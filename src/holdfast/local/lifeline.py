@@ -40,6 +40,12 @@ class Lifeline:
         self.waiting: deque[tuple[int, bytes]] = deque()  # tasks for which there is no box yet, and their payloads
         self.pid: int | None = None
 
+    def hang_up(self) -> None:
+        """No more tasks: the worker leaves when it has done what it was sent."""
+        if self.tasks >= 0:
+            os.close(self.tasks)
+            self.tasks = -1
+
 
 class Asked(Protocol):
     """The host, as far as a handle needs it."""

@@ -1,7 +1,8 @@
 """Pulse: the flight recorder. A page per worker in memory shared by trainer, keeper and worker.
 
 The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
-what it was on. The trainer writes one field: `FLOOR`.
+what it was on. The trainer writes one field: `FLOOR`. `ALLOWED`: nanoseconds for the task at hand, where each has its
+own; 0 for what holds for all, below 0 for as long as it takes.
 """
 
 import time
@@ -12,8 +13,8 @@ from holdfast.shm.memory import Memory
 
 PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
-SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
-FIELDS = 15
+SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT, ALLOWED = range(8, 16)
+FIELDS = 16
 # From here on in the page: who sent the last signal, see local/sender.py.
 _SENDER_AT = 1024
 
@@ -29,7 +30,7 @@ class Pulse:
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED):
+        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ALLOWED):
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()

@@ -26,8 +26,12 @@ def oom_killed(case: Case) -> Finding | None:
         "worker-oom-killed",
         f"the kernel killed it, because the memory {scope} was used up",
         (*seen, *memory_seen(evidence)),
-        'fewer workers (num_workers), a smaller prefetch_factor or batch; Policy(worker_memory="4GiB") names the '
-        "line that allocates",
+        (
+            "fewer workers (max_workers)"
+            if case.of_pool
+            else "fewer workers (num_workers), a smaller prefetch_factor or batch"
+        )
+        + '; Policy(worker_memory="4GiB") names the line that allocates',
         "certain" if evidence.kernel_log else "likely",  # a counter does not say who was killed
     )
 

@@ -63,9 +63,10 @@ def killed(case: Case) -> Finding | None:
             "look at `dmesg | grep -i oom` and at the scheduler's log",
             "possible",
         )
+    who = "something outside killed it" if not case.of_pool else "something killed it, the task itself or from outside"
     return Finding(
         "worker-killed",
-        "something outside killed it, and not the kernel for memory",
+        f"{who}, and not the kernel for memory",
         (*seen, "the kernel's counters of kills for memory did not rise"),
         "look at the scheduler's log, and for whoever runs kill -9 or pkill here",
         "likely",
