@@ -41,7 +41,7 @@ class Dispatcher:
         self._supervisor = Supervisor(ledger, host, self._payload)
         self._waiting: deque[Call] = deque()
         self._withdrawn: deque[int] = deque()
-        self._again: deque[Call] = deque()  # their workers did not know a name: to be sent by value
+        self._written: deque[Call] = deque()  # those that are sent next
         self._asleep = False
         self._closing = False
         self._killing = False
@@ -122,6 +122,7 @@ class Dispatcher:
             self._supervisor.open()
             while not self._is_over():
                 self._supervisor.step(self._patience())
+                self._feed()  # first of all: a worker waits
                 self._settle()
         except BaseException as error:
             # Without this, every future would wait for ever on a thread that is gone.
@@ -133,7 +134,8 @@ class Dispatcher:
     def _patience(self) -> float | None:
         """None: sleep until something happens."""
         self._asleep = True
-        if self._withdrawn or self._again or self._killing or (self._waiting and self._ledger.room):
+        room = self._ledger.room or len(self._written) < len(self._ledger.lives)
+        if self._withdrawn or self._killing or (self._waiting and room):
             self._asleep = False
             return 0.0
         return None
@@ -145,7 +147,8 @@ class Dispatcher:
         if self._killing:
             return True
         self._feed()
-        if not self._closing or self._calls or self._again:
+        self._write_ahead()
+        if not self._closing or self._calls or self._written:
             return False
         with self._lock:
             self._over = not self._waiting
@@ -154,34 +157,48 @@ class Dispatcher:
     def _forget(self, number: int) -> None:
         call = self._calls.pop(number, None)
         if call is not None:
-            self._counts["cancelled"] += 1
-            call.close()
             self._supervisor.tell(Withdrawn(number))
+        else:
+            call = next((written for written in self._written if written.number == number), None)
+            if call is None:
+                return  # it is done already
+            self._written.remove(call)
+        self._counts["cancelled"] += 1
+        call.close()
 
     def _feed(self) -> None:
-        ledger, waiting = self._ledger, self._waiting
-        while ledger.room:
-            if self._again:
-                call = self._again.popleft()
-            elif waiting:
-                call = waiting.popleft()
-                if not call.future.set_running_or_notify_cancel():
-                    self._counts["cancelled"] += 1
-                    continue
-            else:
-                return
-            self._hand_out(call)
+        """Send what there is room for."""
+        ledger, written = self._ledger, self._written
+        while ledger.room and (written or self._write()):
+            call = written.popleft()
+            self._calls[call.number] = call
+            self._supervisor.tell(Drawn(call.number, 1, call.lives))
 
-    def _hand_out(self, call: Call) -> None:
+    def _write_ahead(self) -> None:
+        """While workers are busy: the next letters are ready when one of them is not. As many as there are workers."""
+        while len(self._written) < len(self._ledger.lives) and self._write():
+            pass
+
+    def _write(self) -> bool:
+        """One more letter; False when nobody wants one."""
+        while self._waiting:
+            call = self._waiting.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                self._counts["cancelled"] += 1
+            elif self._put_down(call):
+                self._written.append(call)
+                return True
+        return False
+
+    def _put_down(self, call: Call) -> bool:
         allowed = -1 if call.timeout_s is None else int(call.timeout_s * 1e9)
         try:
             call.letter = self._writer.write(call.fn, call.args, call.kwargs, (call.lives, allowed, call.memory))
         except BaseException as error:  # user code: __reduce__, __getstate__
             error.add_note(f"while task {call.number} ({call.name}) was being pickled for a worker")
             self._done(call, None, error)
-            return
-        self._calls[call.number] = call
-        self._supervisor.tell(Drawn(call.number, 1, call.lives))
+            return False
+        return True
 
     def _payload(self, send: Send) -> bytes:
         letter = self._calls[send.task].letter
@@ -229,7 +246,8 @@ class Dispatcher:
             self._writer.main.forget()
             if call.letter is not None:
                 call.letter.close()
-            self._again.append(call)
+            if self._put_down(call):
+                self._written.append(call)
         else:
             self._failed(call, content, result.worker)
 
@@ -257,7 +275,7 @@ class Dispatcher:
         self._host.close(*((0.0,) if self._killing else ()))
         for silence in self._host.leftovers():
             self._teller.incident(silence)
-        for call in [*self._calls.values(), *self._again]:
+        for call in [*self._calls.values(), *self._written]:
             self._done(call, None, self._last_words(call))
         self._calls.clear()
         for call in self._waiting:
