@@ -19,7 +19,7 @@ from holdfast.core.messages import BootFailed, Drawn, Lost, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.local.host import LocalHost
-from holdfast.local.lifeline import Parcel
+from holdfast.local.lifeline import Parcel, WorkerHandle
 from holdfast.pool.call import Call
 from holdfast.pool.job import Failure
 from holdfast.pool.letter import LetterWriter
@@ -44,6 +44,7 @@ class Dispatcher:
         self._written: deque[Call] = deque()  # those that are sent next
         self._asleep = False
         self._closing = False
+        self._cancelling = False
         self._killing = False
         self._owner = os.getpid()
         self._lock = threading.Lock()  # between a last submit and the end of the thread
@@ -75,10 +76,8 @@ class Dispatcher:
         self._ring()
 
     def close(self, *, cancel: bool = False) -> None:
-        """No more calls will come: end when all are done. `cancel`: those that have not begun."""
-        if cancel:
-            for call in list(self._waiting):
-                call.future.cancel()
+        """No more calls will come: end when all are done. `cancel`: those that no worker can begin at once."""
+        self._cancelling = self._cancelling or cancel
         self._closing = True
         self._ring()
 
@@ -104,6 +103,11 @@ class Dispatcher:
         """Until all is done and every process has ended. Nothing to wait for in a forked child, or in a callback."""
         if self._owner == os.getpid() and threading.current_thread() is not self.thread:
             self.thread.join()
+
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        """What others may know of the worker processes."""
+        return self._host.workers
 
     @property
     def running(self) -> int:
@@ -147,6 +151,9 @@ class Dispatcher:
         if self._killing:
             return True
         self._feed()
+        if self._cancelling:
+            for call in list(self._waiting):
+                call.future.cancel()
         self._write_ahead()
         if not self._closing or self._calls or self._written:
             return False
@@ -279,6 +286,8 @@ class Dispatcher:
             self._done(call, None, self._last_words(call))
         self._calls.clear()
         for call in self._waiting:
+            if self._cancelling:
+                call.future.cancel()
             if call.future.set_running_or_notify_cancel():
                 self._done(call, None, self._last_words(call))
         self._waiting.clear()

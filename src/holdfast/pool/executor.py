@@ -19,6 +19,7 @@ from holdfast.core.ledger import Ledger
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.errors import HoldfastError
 from holdfast.local.host import LocalHost
+from holdfast.local.lifeline import WorkerHandle
 from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
 from holdfast.pool.dispatch import Dispatcher
@@ -199,6 +200,17 @@ class Pool(Executor):
     @property
     def _broken(self) -> HoldfastError | None:
         return self._dispatcher.broken if self._dispatcher is not None else None
+
+    # Names that others look for in the standard library's pool, though they are private there.
+
+    @property
+    def _max_workers(self) -> int:
+        return self._workers
+
+    @property
+    def _processes(self) -> dict[int, WorkerHandle]:
+        handles = self._dispatcher.handles if self._dispatcher is not None else []
+        return {handle.pid or -1 - i: handle for i, handle in enumerate(handles)}
 
     def _start(self) -> Dispatcher:
         policy, fork = self.policy, self._method == "fork"

@@ -63,31 +63,27 @@ class Feed:
                 behind += 1
             self.draw()
 
+    def _take(self, timeout: float | None) -> Any:
+        future = self.futures[0]
+        try:
+            result = future.result(timeout)
+        finally:
+            if future.done():
+                self.futures.popleft()
+        self.fill()
+        return result
+
     def results(self, timeout: float | None) -> Iterator[Any]:
         """In order. Whoever stops taking them cancels the rest."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while self.futures:
-                left = None if deadline is None else deadline - time.monotonic()
-                # The future must not be held here while its result is looked at.
-                result = _take(self.futures, left)
-                if not self.over:
-                    self.fill()
-                yield result
+                # Nothing is held here of a result while it is looked at.
+                yield self._take(None if deadline is None else deadline - time.monotonic())
         finally:
             self.over = True
             while self.futures:
                 self.futures.popleft().cancel()
-
-
-def _take(futures: deque[Future[Any]], timeout: float | None) -> Any:
-    future = futures[0]
-    try:
-        result = future.result(timeout)
-    finally:
-        if future.done():
-            futures.popleft()
-    return result
 
 
 def ahead_of(iterables: tuple[Iterable[Any], ...], buffersize: int | None) -> int | None:

@@ -93,7 +93,9 @@ class PoolJob:
             with _limited(head.memory):
                 result = fn(*args, **kwargs)
         except BaseException as error:  # user code
-            return Failure(capture(error), Stage.FETCH, attempt), isinstance(error, self._retry_on)
+            facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
+            facts = facts if isinstance(error, MemoryError) else ()
+            return Failure(capture(error, facts), Stage.FETCH, attempt), isinstance(error, self._retry_on)
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 - head.attempt or None, result)
         try:

@@ -65,6 +65,7 @@ class Teller(Voice):
             self.blank,
             what="raised",
             worker=worker,
+            worker_memory=call.memory or self._policy.worker_bytes,
             pid=pid,
             stage=failure.stage,
             attempt=failure.attempts,
@@ -76,7 +77,14 @@ class Teller(Voice):
         self.record.counts["retries"] += failure.attempts - 1
         if failure.unopened:
             return self._unopened(call, worker, failure.raised)
-        return to_raise(failure.raised, f"in worker {worker} (pid {pid}) {where(case)}", None, worker)
+        told = f"in worker {worker} (pid {pid}) {where(case)}"
+        error = rebuild(failure.raised)
+        if error is None:
+            return to_raise(failure.raised, told, None, worker)
+        # As itself whatever it is: it ends nothing before somebody asks the future for it.
+        error.add_note(told)
+        error.__cause__ = RemoteTraceback(failure.raised.traceback)
+        return error
 
     def _unopened(self, call: Call, worker: int, raised: Raised) -> TaskLost:
         error = TaskLost(

@@ -83,13 +83,18 @@ def refused(case: Case) -> Finding | None:
             "likely",
         )
     limited = case.worker_memory is not None and any(fact.startswith("RLIMIT_DATA") for fact in raised.facts)
-    why = "past Policy(worker_memory=...)" if limited else "the system had no more, or the size asked for is absurd"
+    limit = "its memory limit" if case.of_pool else "Policy(worker_memory=...)"
+    why = f"past {limit}" if limited else "the system had no more, or the size asked for is absurd"
     return Finding(
         "allocation-refused",
         f"an allocation was refused: {why}; {text}",
         raised.facts,
         "the traceback ends on the line that asks for it; "
-        + ("raise worker_memory if it is right" if limited else "look at the size it asks for"),
+        + (
+            f"raise {'it' if case.of_pool else 'worker_memory'} if it is right"
+            if limited
+            else "look at the size it asks for"
+        ),
         "certain" if limited else "likely",
     )
 

@@ -37,7 +37,8 @@ def keeper_lost(case: Case) -> Finding | None:
         "keeper-lost",
         "the keeper, the process that looks after the workers, died; its workers end with it",
         ("the keeper's socket closed",),
-        "look for what kills processes on this machine; nothing is lost by it",
+        "look for what kills processes on this machine; "
+        + ("submit_with(..., retries=1) runs a task once more" if case.of_pool else "nothing is lost by it"),
     )
 
 
