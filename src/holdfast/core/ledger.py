@@ -15,6 +15,7 @@ The rules:
  8. The same events give the same actions.
  9. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
     do it once more. One that is withdrawn takes its worker with it, and nobody else.
+10. `spread`: nobody waits behind another task while a worker has nothing to do.
 """
 
 import signal
@@ -42,10 +43,14 @@ from holdfast.core.messages import (
     Place,
     Release,
     Renew,
+    Rested,
+    Returned,
     Send,
+    Spared,
     Stage,
     Start,
     Stop,
+    TakeBack,
     Withdrawn,
 )
 from holdfast.policy import Policy
@@ -125,7 +130,7 @@ class Worker:
 class Ledger:
     """See the module. `depth`: tasks a worker holds at once. `running`: lives that already exist (a later epoch).
 
-    `share`: tasks after which a life is over, and another takes its place.
+    `share`: tasks after which a life is over, and another takes its place. `spread`: see rule 10.
     """
 
     def __init__(
@@ -140,9 +145,11 @@ class Ledger:
         first_task: int = 0,
         running: Sequence[int] = (),
         share: int | None = None,
+        spread: bool = False,
     ) -> None:
         self._policy = policy
         self._share = share
+        self._spread = spread
         self._in_order = in_order
         self._streams = streams
         self._round_robin = round_robin  # batch n goes to worker n % workers, as torch has it
@@ -150,6 +157,7 @@ class Ledger:
         self._fresh = not running
         self._depth = depth
         self._capacity = deque(self._workers * depth)  # one entry per task that fits
+        self._idle: deque[Worker] = deque(self._workers if spread else ())
         self._rotation = 0
         self._backlog: deque[Task] = deque()
         self._tasks: dict[int, Task] = {}
@@ -169,6 +177,17 @@ class Ledger:
     def lives(self) -> list[int]:
         """The present life of each worker."""
         return [worker.life for worker in self._workers]
+
+    @property
+    def uneven(self) -> bool:
+        """A worker has nothing to do, and another holds a task that it has not begun."""
+        loads = [len(worker.tasks) for worker in self._workers if not worker.leaving]
+        return bool(loads) and min(loads) == 0 and max(loads) > 1
+
+    @property
+    def idle(self) -> bool:
+        """A worker has nothing to do."""
+        return any(not worker.tasks and not worker.leaving for worker in self._workers)
 
     @property
     def room(self) -> int:
@@ -193,6 +212,12 @@ class Ledger:
                 return self._exhausted(event)
             case Withdrawn():
                 return self._withdrawn(event)
+            case Returned():
+                return self._returned(event)
+            case Spared():
+                return self._spared(event)
+            case Rested():
+                return self._rested()
             case Exited():
                 return self._exited(event)
             case Booted():
@@ -216,7 +241,16 @@ class Ledger:
         if not self._capacity:
             self._backlog.append(task)
             return ()
-        return (self._give(self._capacity.popleft(), task),)
+        return (self._give(self._choose(), task),)
+
+    def _choose(self) -> Worker:
+        """Who gets the next task: somebody who has nothing to do, if there is one."""
+        while self._idle:
+            worker = self._idle.popleft()
+            if not worker.tasks and not worker.leaving:  # it may have changed since
+                self._capacity.remove(worker)
+                return worker
+        return self._capacity.popleft()
 
     def _give(self, worker: Worker, task: Task) -> Send:
         task.worker = worker.id
@@ -281,6 +315,7 @@ class Ledger:
         worker = self._workers[task.worker]
         if self._share is not None and worker.served >= self._share and not worker.leaving:
             worker.leaving = True
+            self._capacity = deque(w for w in self._capacity if w is not worker)
             actions.append(Release(worker.id, worker.life))
         if not worker.leaving:  # or its place comes back with its next life
             actions += self._make_room(worker)
@@ -289,6 +324,8 @@ class Ledger:
         if self._backlog:
             return (self._give(worker, self._backlog.popleft()),)
         self._capacity.append(worker)
+        if self._spread and not worker.tasks:
+            self._idle.append(worker)
         return ()
 
     def _withdrawn(self, event: Withdrawn) -> Sequence[Action]:
@@ -301,8 +338,34 @@ class Ledger:
             return ()
         worker = self._workers[task.worker]
         del worker.tasks[task.id]
-        worker.leaving = True
-        return (Kill(worker.id, worker.life),)
+        worker.leaving = True  # until it has left, or is spared
+        self._capacity = deque(w for w in self._capacity if w is not worker)
+        return (Kill(worker.id, worker.life, task.id),)
+
+    def _spared(self, event: Spared) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        if event.life != worker.life or not worker.leaving:
+            return ()
+        worker.leaving = False
+        return self._make_all_room(worker)
+
+    def _returned(self, event: Returned) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        task = worker.tasks.pop(event.task, None) if event.life == worker.life else None
+        if task is None:
+            return ()
+        if not worker.leaving:
+            self._capacity.append(worker)  # it is on another task
+        if not self._capacity:
+            self._backlog.appendleft(task)
+            return ()
+        return (self._give(self._choose(), task),)
+
+    def _rested(self) -> Sequence[Action]:
+        if not self.uneven:
+            return ()
+        worker = max((w for w in self._workers if not w.leaving), key=lambda w: len(w.tasks))
+        return (TakeBack(worker.id, worker.life),)
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
@@ -395,7 +458,14 @@ class Ledger:
     def _replace(self, worker: Worker) -> list[Action]:
         """It left because we asked: no incident."""
         self._end_life(worker)
-        return [*self._restart(worker), *self._make_room(worker)]
+        return [*self._restart(worker), *self._make_all_room(worker)]
+
+    def _make_all_room(self, worker: Worker) -> list[Action]:
+        """It gets no tasks while it is leaving; now it does again."""
+        actions: list[Action] = []
+        for _ in range(self._depth - len(worker.tasks)):
+            actions += self._make_room(worker)
+        return actions
 
     def _end_life(self, worker: Worker) -> None:
         worker.life += 1

@@ -71,6 +71,25 @@ class Withdrawn(NamedTuple):
     task: int
 
 
+class Returned(NamedTuple):
+    """A worker was sent this task, had not begun it, and will not."""
+
+    worker: int
+    life: int
+    task: int
+
+
+class Spared(NamedTuple):
+    """The order to kill this life came too late, or was not needed: it is not on that task. It lives on."""
+
+    worker: int
+    life: int
+
+
+class Rested(NamedTuple):
+    """The source has nothing more for now."""
+
+
 class Booted(NamedTuple):
     """A worker is ready for work."""
 
@@ -116,7 +135,7 @@ class Exited(NamedTuple):
     evidence: object = None
 
 
-Event = Opened | Drawn | Withdrawn | Booted | BootFailed | Finished | Exhausted | Exited
+Event = Opened | Drawn | Withdrawn | Returned | Spared | Rested | Booted | BootFailed | Finished | Exhausted | Exited
 
 # Actions -----------------------------------------------------------------------------------------------------------
 
@@ -129,7 +148,18 @@ class Start(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """End this life at once: what it does is not wanted any more."""
+    """End this life at once if it is on this task, which is not wanted any more.
+
+    If it is not, Spared comes back. Tasks that it had not begun come back as Returned.
+    """
+
+    worker: int
+    life: int
+    task: int
+
+
+class TakeBack(NamedTuple):
+    """If the next task of this life has not been begun, it comes back as Returned."""
 
     worker: int
     life: int
@@ -199,7 +229,7 @@ class Stop(NamedTuple):
     seen: int
 
 
-Action = Start | Kill | Release | Send | Deliver | Drop | Discard | Renew | Note | Stop
+Action = Start | Kill | TakeBack | Release | Send | Deliver | Drop | Discard | Renew | Note | Stop
 
 
 class Lost(NamedTuple):

@@ -13,6 +13,9 @@ from holdfast.core.messages import (
     Exited,
     Finished,
     Opened,
+    Rested,
+    Returned,
+    Spared,
     Withdrawn,
 )
 
@@ -44,7 +47,9 @@ class Story:
     def __iter__(self) -> Iterator[Event]:
         for kept in self._events:
             match kept:
-                case Finished() | Drawn() | Withdrawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
+                case Finished() | Drawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
+                    yield kept
+                case Withdrawn() | Returned() | Spared() | Rested():
                     yield kept
                 case (task, samples):
                     yield Drawn(task, samples)

@@ -24,6 +24,7 @@ from holdfast.core.messages import (
     Send,
     Start,
     Stop,
+    TakeBack,
 )
 from holdfast.core.story import Story
 
@@ -77,9 +78,11 @@ class Supervisor:
                 case Start():
                     self._host.start(action.worker, action.life)
                 case Kill():
-                    self._host.end(action.worker, action.life, 0.0)
+                    self._host.kill(action.worker, action.life, action.task)
+                case TakeBack():
+                    self._host.take_back(action.worker, action.life)
                 case Release():
-                    self._host.end(action.worker, action.life, LEAVE_S)
+                    self._host.release(action.worker, action.life, LEAVE_S)
                 case Drop():
                     self.resolved += 1
                 case Discard():

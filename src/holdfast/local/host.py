@@ -25,6 +25,8 @@ from holdfast.core.messages import (
     Exited,
     Finished,
     Place,
+    Returned,
+    Spared,
     Stage,
 )
 from holdfast.errors import HoldfastError
@@ -77,8 +79,13 @@ class LocalHost:
         fork: bool,
         sample_timeout: float | None,
         growth_bytes: int | None,
+        take_back: bool = False,
     ) -> None:
-        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter."""
+        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter.
+
+        `take_back`: tasks that were sent and not begun may be wanted back; that is one descriptor more per worker.
+        """
+        self._takes_back = take_back
         self._job = job
         self._fork = fork
         self._busy = busy
@@ -245,7 +252,11 @@ class LocalHost:
         crash = new_file("crash", 0)
         space = Slots(memory, stride, slots, boxes)
         forks.watch_slots(space)
-        line = self._lifelines[worker] = Lifeline(life, tasks_w, space)
+        unread = -1
+        if self._takes_back:
+            # A description of its own: the worker's end must go on blocking.
+            unread = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        line = self._lifelines[worker] = Lifeline(life, tasks_w, unread, space)
         os.set_blocking(line.tasks, False)
         order = encode(StartLife(worker, life, slots, boxes, stride))
         try:
@@ -263,11 +274,43 @@ class LocalHost:
             line.slots.retire()
             self._lifelines[worker] = None
 
-    def end(self, worker: int, life: int, grace_s: float) -> None:
+    def release(self, worker: int, life: int, grace_s: float) -> None:
+        line = self._lifelines[worker]
+        if line is not None and line.life == life:
+            line.hang_up()
+            self._end(worker, life, grace_s)
+
+    def kill(self, worker: int, life: int, task: int) -> None:
+        line = self._lifelines[worker]
+        if line is None or line.life != life or line.tasks < 0:
+            return  # it ends already
+        line.flush()
+        unread = line.take_back(self._busy)
+        behind = {record[0] for record in unread}
+        if task in line.boxes and task not in behind and len(line.boxes) == len(behind) + 1:
+            # All else was taken back: if it is still at work, then on this.
+            line.hang_up()
+            self._end(worker, life, 0.0)
+            self._events += [Returned(worker, life, other) for other in behind]
+            return
+        for record in unread:
+            if record[0] == task:
+                line.slots.free_box(line.boxes.pop(task))
+            else:
+                line.unsent += TASK.pack(*record)
+        line.flush()
+        self._events.append(Spared(worker, life))
+
+    def take_back(self, worker: int, life: int) -> None:
         line = self._lifelines[worker]
         if line is None or line.life != life:
             return
-        line.hang_up()
+        line.flush()
+        for task, *_ in line.take_back(1):
+            line.slots.free_box(line.boxes.pop(task))
+            self._events.append(Returned(worker, life, task))
+
+    def _end(self, worker: int, life: int, grace_s: float) -> None:
         try:
             self._control.send(encode(EndLife(worker, life, grace_s)))
         except OSError:
@@ -289,10 +332,15 @@ class LocalHost:
         slots.memory.view[start : start + size] = payload
         if count:
             slots.memory.view[start + size : start + size + len(saved)] = saved
-        try:
-            os.write(line.tasks, TASK.pack(task, box, size, len(saved), count))
-        except BrokenPipeError:
-            pass  # it is dying: its Exited is on the way, and the task goes out again
+        line.unsent += TASK.pack(task, box, size, len(saved), count)
+        if not self._takes_back:
+            line.flush()
+
+    def flush(self) -> None:
+        """With `take_back`: workers get what was sent since, in one go."""
+        for line in self._lifelines:
+            if line is not None and line.unsent:
+                line.flush()
 
     def abandon_below(self, task: int) -> None:
         """Workers skip every task before this one (an epoch that was left early)."""
@@ -317,6 +365,8 @@ class LocalHost:
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence]:
         self._thread = threading.get_ident()
         self._rung = False
+        if self._takes_back:
+            self.flush()
         # The keeper is listened to each time, also while other workers keep us busy.
         for fd, _ in self._poll.poll(0):
             if fd == self._results:

@@ -141,7 +141,7 @@ class Worker:
         pulse, words, run, states = self._pulse, self._pulse.words, self._job.run, self._states
         view, stride = self._memory.view, self._wiring.stride
         spaces: dict[int, SlotSpace] = {}
-        while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
+        while data := os.read(self._wiring.tasks, TASK_RECORD.size):  # one: others may be taken back
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
                     self._announce(task, -1, Reply(Kind.ABANDONED))

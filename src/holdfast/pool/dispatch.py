@@ -4,8 +4,8 @@
                               future ◄── Deliver ◄── ledger ◄── Finished, Exited
 
 Whoever submits, cancels or shuts down only leaves word (`waiting`, `withdrawn`, `closing`) and rings; all else happens
-in the thread. It does not know the Pool, so that a pool that is dropped can end. A worker holds one task at a time:
-nobody waits behind a slow one, and a kill can hit no other.
+in the thread. It does not know the Pool, so that a pool that is dropped can end. A worker holds a few tasks, so that it
+need not wait for the next; but none waits behind a slow one while another worker is idle, and a kill hits no other.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any
 
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Lost, Send, Withdrawn
+from holdfast.core.messages import BootFailed, Drawn, Lost, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.local.host import LocalHost
@@ -138,8 +138,7 @@ class Dispatcher:
     def _patience(self) -> float | None:
         """None: sleep until something happens."""
         self._asleep = True
-        room = self._ledger.room or len(self._written) < len(self._ledger.lives)
-        if self._withdrawn or self._killing or (self._waiting and room):
+        if self._withdrawn or self._killing or (self._waiting and self._may_write_ahead()):
             self._asleep = False
             return 0.0
         return None
@@ -155,6 +154,8 @@ class Dispatcher:
             for call in list(self._waiting):
                 call.future.cancel()
         self._write_ahead()
+        if not self._written and self._ledger.uneven:
+            self._supervisor.tell(Rested())
         if not self._closing or self._calls or self._written:
             return False
         with self._lock:
@@ -177,14 +178,22 @@ class Dispatcher:
         """Send what there is room for."""
         ledger, written = self._ledger, self._written
         while ledger.room and (written or self._write()):
+            if _is_large(written[0]) and not ledger.idle:
+                break
             call = written.popleft()
             self._calls[call.number] = call
             self._supervisor.tell(Drawn(call.number, 1, call.lives))
+        self._host.flush()
 
     def _write_ahead(self) -> None:
-        """While workers are busy: the next letters are ready when one of them is not. As many as there are workers."""
-        while len(self._written) < len(self._ledger.lives) and self._write():
+        """While workers are busy: the next letters are ready when one of them is not."""
+        while self._may_write_ahead() and self._write():
             pass
+
+    def _may_write_ahead(self) -> bool:
+        """As many as there are workers, but of large ones, which are memory, just one."""
+        written = self._written
+        return not written or (len(written) < len(self._ledger.lives) and not _is_large(written[-1]))
 
     def _write(self) -> bool:
         """One more letter; False when nobody wants one."""
@@ -300,3 +309,7 @@ class Dispatcher:
         error = type(self.broken)(*self.broken.args)
         error.__cause__ = self.broken.__cause__
         return error
+
+
+def _is_large(call: Call) -> bool:
+    return call.letter is not None and call.letter.large

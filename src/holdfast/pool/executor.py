@@ -28,6 +28,9 @@ from holdfast.pool.job import PoolJob
 from holdfast.pool.letter import LetterWriter, MainModule
 from holdfast.pool.tell import Teller
 
+# Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
+# alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
+DEPTH = 16
 _COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "restarts")
 
 
@@ -214,11 +217,20 @@ class Pool(Executor):
 
     def _start(self) -> Dispatcher:
         policy, fork = self.policy, self._method == "fork"
+        depth = DEPTH if self._share is None else 1
         calls: dict[int, Call] = {}
-        host = LocalHost(self._workers, 1, self._job, fork=fork, sample_timeout=None, growth_bytes=policy.worker_bytes)
+        host = LocalHost(
+            self._workers,
+            depth,
+            self._job,
+            fork=fork,
+            sample_timeout=None,
+            growth_bytes=policy.worker_bytes,
+            take_back=True,
+        )
         # Attempts are counted, nobody is judged: a task that may not run twice must not, whoever killed its worker.
         plain = replace(policy, bad_sample="raise")
-        ledger = Ledger(self._workers, 1, plain, in_order=False, share=self._share)
+        ledger = Ledger(self._workers, depth, plain, in_order=False, share=self._share, spread=True)
         teller = Teller(self._record, policy, self._method, calls)
         dispatcher = Dispatcher(host, ledger, LetterWriter(MainModule(fork)), teller, calls)
         dispatcher.start()

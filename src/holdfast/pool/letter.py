@@ -53,17 +53,23 @@ class Letter:
     """A packed call. Which process: the trainer. `close` when no worker will read it any more."""
 
     def __init__(self, head: Head, content: bytes) -> None:
-        self._head = head
+        self._numbers = head[1:]
+        self._fd = head.fd
         self._content = content
 
     def payload(self, attempt: int) -> bytes:
         """For this attempt at it."""
-        return _HEAD.pack(*self._head._replace(attempt=attempt)) + self._content
+        return _HEAD.pack(attempt, *self._numbers) + self._content
+
+    @property
+    def large(self) -> bool:
+        """It has a file of its own."""
+        return self._fd >= 0
 
     def close(self) -> None:
-        if self._head.fd >= 0:
-            os.close(self._head.fd)
-            self._head = self._head._replace(fd=-1)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def head_of(payload: memoryview) -> Head:
