@@ -199,6 +199,7 @@ class LocalHost:
         ):
             os.close(fd)
         self._files.clear()
+        self.pulses.clear()  # and with them their mapping
         self._parcels.close()
         self._parcels_w.close()
 
