@@ -27,6 +27,11 @@ def wait_for(path):
     return path
 
 
+def touch_and_wait(path, for_path):
+    Path(path).touch()
+    return wait_for(for_path)
+
+
 def touch_and_hang(path):
     Path(path).touch()
     time.sleep(100)

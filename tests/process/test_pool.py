@@ -34,7 +34,7 @@ def pool(request):
         yield made
 
 
-@pytest.fixture()
+@pytest.fixture
 def forked():
     with Pool(2, mp_context="fork") as made:
         yield made
@@ -50,7 +50,7 @@ def until(what, sentence, seconds=20.0):
 
 def script(text, **more):
     """Run it in an interpreter of its own: (exit code, stdout, stderr)."""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, **more)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=60, **more)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -322,13 +322,10 @@ def test_the_keeper_may_be_killed(method, tmp_path):
     """What runs is lost, for it may not be run twice; what has retries is run again; nothing else is."""
     with Pool(2, mp_context=method) as pool:
         lost = pool.submit(calls.touch_and_hang, str(tmp_path / "a"))
-        folder = tmp_path / "ran"
-        folder.mkdir()
-        again = pool.submit_with(calls.wait_for, str(tmp_path / "go"), retries=1)
+        again = pool.submit_with(calls.touch_and_wait, str(tmp_path / "b"), str(tmp_path / "go"), retries=1)
         waiting = [pool.submit(calls.square, i) for i in range(10)]
-        until((tmp_path / "a").exists, "the first task never began")
-        until(lambda: not any(f.done() for f in waiting), "they cannot be done")
-        time.sleep(0.2)  # both workers are on a task by now, which no file tells of the second
+        for name in "ab":
+            until((tmp_path / name).exists, f"task {name} never began")
         os.kill(pool._dispatcher._host._keeper_pid, signal.SIGKILL)
         with pytest.raises(TaskLost, match="keeper-lost"):
             lost.result(20)
@@ -516,7 +513,7 @@ def test_no_process_before_the_first_call():
     with Pool(2, mp_context="fork") as pool:
         assert children() == before
         pool.submit(calls.square, 1).result()
-        assert len(children() - before) == 3
+        until(lambda: len(children() - before) == 3, "not a keeper and two workers")
 
 
 def test_a_failing_initializer_breaks_the_pool(pool):
@@ -654,7 +651,7 @@ def test_functions_of_main(method, tmp_path):
     """As a file: what workers know, with the globals that the initializer set; what they do not, by value."""
     path = tmp_path / "mine.py"
     path.write_text(MAIN.format(method=method, before="before"))
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[102, 104]\n[3, 5]\nTrue\nTrue\n()\n", "")
 
 
@@ -662,7 +659,7 @@ def test_functions_of_main(method, tmp_path):
 def test_functions_of_no_file(method):
     """From stdin, as in a notebook: there is no main module to import again."""
     text = MAIN.format(method=method, before="helper")
-    done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[2, 4]\n[3, 5]\nTrue\nTrue\n()\n", "")
 
 

@@ -420,17 +420,19 @@ class Ledger:
         if self._streams and not worker.open:
             worker.life += 1  # it had nothing left to do, and needs no other life
             return [Note(event, "nothing: its stream had ended", 0, 0)]
-        if worker.leaving:
-            return self._replace(worker)
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
         task = worker.tasks[on.task] if on is not None else None
-        if event.cause is Cause.KEEPER and (task is None or task.lives is None):
+        if task is not None and on is not None and not _is_charged(task, on, event):
             on = task = None
+        was_leaving = worker.leaving
+        if was_leaving and task is None:
+            return self._replace(worker)
         self._count_stall(worker, task, on, event)
         if self._looks_like_inherited_lock(event, on) and (task is None or task.lives is None):
             return self._renew(event)
         strike, needed, bad = self._judge(event, task, on)
-        if not bad and self._out_of_patience(worker):
+        counted = task is not None and task.lives is not None  # its attempts are bounded anyway
+        if not bad and not counted and self._out_of_patience(worker):
             if task is None or on is None or not self._stuck_on(worker, task, on):
                 self.stopped = True
                 return [
@@ -453,7 +455,8 @@ class Ledger:
             return actions
         if task is not None:
             task.attempt += 1
-        return [*actions, *self._restart(worker)]
+        actions += self._restart(worker)
+        return [*actions, *self._make_all_room(worker)] if was_leaving else actions
 
     def _replace(self, worker: Worker) -> list[Action]:
         """It left because we asked: no incident."""
@@ -592,6 +595,13 @@ class Ledger:
 def _maybe_chance(event: Exited) -> bool:
     """True for a death that may have come from outside."""
     return event.cause is Cause.SIGNAL and event.code not in OWN_FAULT
+
+
+def _is_charged(task: Task, on: Place, event: Exited) -> bool:
+    """With a number of lives: for whatever ended it, once it had begun. Otherwise not for the keeper's death."""
+    if task.lives is not None:
+        return on.stage >= Stage.FETCH
+    return event.cause is not Cause.KEEPER
 
 
 def _blamed_position(on: Place) -> int:

@@ -125,7 +125,7 @@ class Pool(Executor):
         memory: int = 0,
     ) -> Future[Any]:
         dispatcher = self._dispatcher
-        if dispatcher is None or self._shut or dispatcher.broken is not None:
+        if dispatcher is None or self._shut or dispatcher.broken is not None or os.getpid() != self._owner:
             dispatcher = self._opened()
         policy = self.policy
         call = Call(

@@ -1,6 +1,7 @@
 """What a worker of a pool does: open the letter, call, put the result into the slot. Runs in the worker only."""
 
 import logging
+import pickle
 import random
 import resource
 import time
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 
 from holdfast.core.messages import Stage
@@ -50,6 +52,19 @@ class PoolJob:
         self._retry_delay = retry_delay
         self._pulse: Pulse
         self._packer: Packer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In the trainer, while a keeper is being spawned: by value what would not be found there by its name."""
+        if birth.main_is_importable():
+            return vars(self)
+        by_value = cloudpickle.dumps((self._initializer, self._retry_on))
+        return {**vars(self), "_initializer": None, "_retry_on": (), "_by_value": by_value}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        by_value = state.pop("_by_value", None)
+        vars(self).update(state)
+        if by_value is not None:
+            self._initializer, self._retry_on = pickle.loads(by_value)
 
     def boot(self, worker: int, life: int, pulse: Pulse) -> None:
         self._pulse = pulse

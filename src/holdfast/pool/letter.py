@@ -13,13 +13,13 @@ import os
 import pickle
 import struct
 import sys
-from multiprocessing import spawn
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
+from holdfast.local import birth
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import ALIGN, FileSpace
@@ -140,8 +140,7 @@ class MainModule:
             named = {n: o for n, o in vars(main).items() if isinstance(o, FunctionType | type)}
             self._known.update({n: o for n, o in named.items() if o.__module__ == "__main__"})
         else:
-            data = spawn.get_preparation_data("holdfast")
-            self.all = "init_main_from_name" in data or "init_main_from_path" in data
+            self.all = birth.main_is_importable()
 
     def knows(self, thing: Any) -> bool:
         """True when a worker finds the same thing under its name."""
