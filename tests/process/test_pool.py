@@ -139,6 +139,14 @@ def test_map_raises_where_the_error_is(forked):
         next(results)
 
 
+def test_map_gives_exceptions_if_asked(forked):
+    results = list(forked.map(divmod, [1, 1, 1], [2, 0, 5], return_exceptions=True))
+    assert (results[0], results[2]) == ((0, 1), (0, 1))
+    assert isinstance(results[1], ZeroDivisionError)
+    with pytest.raises(TimeoutError):  # its own is no result
+        list(forked.map(calls.nap, [30], timeout=0.1, return_exceptions=True))
+
+
 def test_map_timeout(forked):
     with pytest.raises(TimeoutError):
         list(forked.map(calls.nap, [0, 0, 30], timeout=0.3))

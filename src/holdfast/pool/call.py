@@ -25,6 +25,7 @@ class PoolFuture(Future[Any]):
     def cancel(self) -> bool:
         with self._condition:
             withdraw = self._withdraw if self._state == RUNNING else None
+            self._withdraw = None if withdraw is not None else self._withdraw
             if withdraw is not None:
                 # As `set_running_or_notify_cancel` does it for one that has not begun.
                 self._state = CANCELLED_AND_NOTIFIED

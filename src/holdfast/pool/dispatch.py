@@ -11,6 +11,7 @@ need not wait for the next; but none waits behind a slow one while another worke
 import atexit
 import os
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -25,12 +26,17 @@ from holdfast.pool.job import Failure
 from holdfast.pool.letter import LetterWriter
 from holdfast.pool.tell import Teller
 
+# Tasks that take less than this are sent many at a time: waking a worker takes as long.
+BRISK_S = 0.002
+# Of others, a worker holds the one that it is on and the next.
+SHALLOW = 2
+
 
 class Dispatcher:
-    """See the module. `calls`: those that are with workers; shared with the teller."""
+    """See the module. `calls`: those that are with workers; shared with the teller. `deep`: most tasks of a worker."""
 
     def __init__(
-        self, host: LocalHost, ledger: Ledger, writer: LetterWriter, teller: Teller, calls: dict[int, Call]
+        self, host: LocalHost, ledger: Ledger, writer: LetterWriter, teller: Teller, calls: dict[int, Call], deep: int
     ) -> None:
         self._host = host
         self._ledger = ledger
@@ -39,6 +45,9 @@ class Dispatcher:
         self._calls = calls
         self._counts = teller.record.counts
         self._supervisor = Supervisor(ledger, host, self._payload)
+        self._deep = deep
+        self._pace_s = 1.0  # a task, lately
+        self._last_at = time.monotonic()
         self._waiting: deque[Call] = deque()
         self._withdrawn: deque[int] = deque()
         self._written: deque[Call] = deque()  # those that are sent next
@@ -47,7 +56,8 @@ class Dispatcher:
         self._cancelling = False
         self._killing = False
         self._owner = os.getpid()
-        self._lock = threading.Lock()  # between a last submit and the end of the thread
+        # Between a last submit and the end of the thread. A collected pool may close us in the middle of anything.
+        self._lock = threading.RLock()
         self._over = False
         self.broken: HoldfastError | None = None
         self.thread = threading.Thread(target=self._run, name="holdfast-pool", daemon=True)
@@ -67,6 +77,7 @@ class Dispatcher:
             if self._over:
                 return False
             self._waiting.append(call)
+            self._counts["submitted"] += 1
         if self._asleep:
             self._ring()
         return True
@@ -151,7 +162,7 @@ class Dispatcher:
             return True
         self._feed()
         if self._cancelling:
-            for call in list(self._waiting):
+            for call in [*self._written, *self._waiting]:
                 call.future.cancel()
         self._write_ahead()
         if not self._written and self._ledger.uneven:
@@ -177,13 +188,20 @@ class Dispatcher:
     def _feed(self) -> None:
         """Send what there is room for."""
         ledger, written = self._ledger, self._written
-        while ledger.room and (written or self._write()):
+        most = len(ledger.lives) * (self._deep if self._pace_s < BRISK_S else SHALLOW)
+        while ledger.room and len(self._calls) < most and (written or self._write()):
             if _is_large(written[0]) and not ledger.idle:
                 break
             call = written.popleft()
             self._calls[call.number] = call
             self._supervisor.tell(Drawn(call.number, 1, call.lives))
         self._host.flush()
+
+    def _count(self, ended: int) -> None:
+        """How fast results come, all workers together."""
+        now = time.monotonic()
+        self._pace_s += 0.2 * ((now - self._last_at) * len(self._ledger.lives) / ended - self._pace_s)
+        self._last_at = now
 
     def _write_ahead(self) -> None:
         """While workers are busy: the next letters are ready when one of them is not."""
@@ -227,6 +245,8 @@ class Dispatcher:
         supervisor = self._supervisor
         while supervisor.notes:
             self._teller.incident(supervisor.notes.popleft())
+        if supervisor.ready:
+            self._count(len(supervisor.ready))
         while supervisor.ready:
             number, result = supervisor.ready.popleft()
             call = self._calls.pop(number, None)
@@ -288,9 +308,15 @@ class Dispatcher:
     def _end(self) -> None:
         with self._lock:
             self._over = True
-        self._host.close(*((0.0,) if self._killing else ()))
-        for silence in self._host.leftovers():
-            self._teller.incident(silence)
+        try:
+            self._host.close(*((0.0,) if self._killing else ()))
+            for silence in self._host.leftovers():
+                self._teller.incident(silence)
+        finally:
+            self._settle_the_rest()
+            atexit.unregister(self.finish)
+
+    def _settle_the_rest(self) -> None:
         for call in [*self._calls.values(), *self._written]:
             self._done(call, None, self._last_words(call))
         self._calls.clear()
@@ -300,7 +326,6 @@ class Dispatcher:
             if call.future.set_running_or_notify_cancel():
                 self._done(call, None, self._last_words(call))
         self._waiting.clear()
-        atexit.unregister(self.finish)
 
     def _last_words(self, call: Call) -> HoldfastError:
         """One for each: a traceback grows with every raise."""

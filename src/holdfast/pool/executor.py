@@ -140,7 +140,6 @@ class Pool(Executor):
         )
         if not dispatcher.submit(call):
             raise self._refusal()
-        self._record.counts["submitted"] += 1
         return call.future
 
     def map(
@@ -151,11 +150,13 @@ class Pool(Executor):
         timeout: float | None = None,
         chunksize: int = 1,
         buffersize: int | None = None,
+        return_exceptions: bool = False,
     ) -> Iterator[Any]:
         """`fn` of every item, in order. `chunksize` items make one task, and are lost together.
 
         `buffersize`: at most so many tasks are drawn beyond those whose results were taken. Without it, everything is,
-        but of a generator no more than 10,000 before results are taken.
+        but of a generator no more than 10,000 before results are taken. `return_exceptions`: the exception of an item
+        comes in the place of its result, and the others go on.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
@@ -163,22 +164,18 @@ class Pool(Executor):
             raise TypeError("buffersize must be an integer or None")
         if buffersize is not None and buffersize < 1:
             raise ValueError("buffersize must be None or > 0")
-        ahead = ahead_of(iterables, buffersize)
+        if return_exceptions and chunksize > 1:
+            raise ValueError("return_exceptions needs chunksize=1: the items of a chunk have one outcome")
         calls: Iterator[Any] = zip(*iterables, strict=False)
-        if chunksize == 1:
-            return self._mapped(partial(_call, self, fn), calls, ahead, timeout, buffersize is None)
-        whole = partial(_call_chunk, self, fn)
-        chunks = self._mapped(whole, chunks_of(calls, chunksize), ahead, timeout, buffersize is None)
-        return itertools.chain.from_iterable(chunks)
-
-    def _mapped(
-        self, submit: Any, calls: Iterator[Any], ahead: int | None, timeout: float | None, at_end: bool
-    ) -> Iterator[Any]:
-        feed = Feed(submit, calls, ahead)
+        submit: Any = partial(_call if chunksize == 1 else _call_chunk, self, fn)
+        if chunksize > 1:
+            calls = chunks_of(calls, chunksize)
+        feed = Feed(submit, calls, ahead_of(iterables, buffersize), return_exceptions)
         feed.fill()
-        if at_end and not feed.over:
-            self._feeds.append(feed)
-        return feed.results(timeout)
+        if buffersize is None and not feed.over:
+            self._feeds = [other for other in self._feeds if not other.over] + [feed]
+        results = feed.results(timeout)
+        return results if chunksize == 1 else itertools.chain.from_iterable(results)
 
     # The crew ------------------------------------------------------------------------------------------------------
 
@@ -232,7 +229,7 @@ class Pool(Executor):
         plain = replace(policy, bad_sample="raise")
         ledger = Ledger(self._workers, depth, plain, in_order=False, share=self._share, spread=True)
         teller = Teller(self._record, policy, self._method, calls)
-        dispatcher = Dispatcher(host, ledger, LetterWriter(MainModule(fork)), teller, calls)
+        dispatcher = Dispatcher(host, ledger, LetterWriter(MainModule(fork)), teller, calls, depth)
         dispatcher.start()
         # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
         weakref.finalize(self, dispatcher.close).atexit = False
@@ -254,6 +251,13 @@ class Pool(Executor):
             dispatcher.close(cancel=cancel_futures)
             if wait:
                 dispatcher.join()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        """Ctrl-C ends what runs: workers do not hear it by themselves."""
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.kill_workers()
+        else:
+            self.shutdown()
 
     def kill_workers(self) -> None:
         """End all processes at once. Tasks that run are lost, others cancelled; the pool takes no more."""

@@ -10,7 +10,7 @@ standard library, whether somebody takes the results or not.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import islice
 from typing import Any
 
@@ -33,7 +33,8 @@ def chunks_of(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tupl
 class Feed:
     """The calls of one map(). `submit(args)` makes one; which thread: those of the user."""
 
-    def __init__(self, submit: Submit, calls: Iterator[Any], ahead: int | None) -> None:
+    def __init__(self, submit: Submit, calls: Iterator[Any], ahead: int | None, return_exceptions: bool) -> None:
+        self._return_exceptions = return_exceptions
         self._submit = submit
         self._calls = calls
         self._ahead = ahead
@@ -59,7 +60,7 @@ class Feed:
         behind = 0
         while not self.over:
             if behind < len(self.futures):
-                self.futures[behind].exception() if not self.futures[behind].cancelled() else None
+                wait([self.futures[behind]])
                 behind += 1
             self.draw()
 
@@ -67,6 +68,10 @@ class Feed:
         future = self.futures[0]
         try:
             result = future.result(timeout)
+        except Exception as error:
+            if not self._return_exceptions or not future.done():
+                raise
+            result = error
         finally:
             if future.done():
                 self.futures.popleft()

@@ -73,11 +73,14 @@ class Teller(Voice):
             did="its future has this error",
             **_about(call),
         )
-        self.record.add(incident_of(case))
+        incident = incident_of(case)
+        self.record.add(incident)
         self.record.counts["retries"] += failure.attempts - 1
         if failure.unopened:
             return self._unopened(call, worker, failure.raised)
         told = f"in worker {worker} (pid {pid}) {where(case)}"
+        if incident.finding != "task-raised":  # which says no more than the exception does
+            told += f"\n  {incident.finding}: {incident.says}"
         error = rebuild(failure.raised)
         if error is None:
             return to_raise(failure.raised, told, None, worker)
