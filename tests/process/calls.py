@@ -157,3 +157,11 @@ def give(what):
 
 def make_at(where, what):
     return At(where, what)
+
+
+def sum_in_a_pool(count):
+    """A pool within a task."""
+    from holdfast import Pool
+
+    with Pool(2, mp_context="fork") as pool:
+        return sum(pool.map(square, range(count)))

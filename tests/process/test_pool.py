@@ -716,3 +716,27 @@ if __name__ == "__main__":
     code, out, _ = script(text)
     assert code == -signal.SIGKILL
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in out.split()), "a worker is left")
+
+
+def test_a_pool_within_a_task(forked):
+    assert forked.submit(calls.sum_in_a_pool, 5).result(30) == 30
+
+
+def test_ctrl_c_does_not_wait_for_what_runs():
+    text = """
+import os, signal, threading, time
+from holdfast import Pool
+from tests.process import calls
+if __name__ == "__main__":
+    began = time.monotonic()
+    try:
+        with Pool(2, mp_context="fork") as pool:
+            pool.submit(calls.square, 1).result()
+            futures = [pool.submit(calls.nap, 100) for _ in range(10)]
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            futures[0].result()
+    except KeyboardInterrupt:
+        print("stopped", time.monotonic() - began < 30)
+"""
+    code, out, error = script(text)
+    assert (code, out) == (0, "stopped True\n"), error
