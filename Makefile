@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of this torch is enough for everything here; TORCH=torch takes the newest.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint soak-ledger causes bench notebook compat clean
+.PHONY: demo test lint soak-ledger causes bench bench-auto bench-pool parity-pool notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,18 @@ notebook: .venv-notebook/ready
 	cp .venv-notebook/borrowed "$$(.venv-notebook/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
 	.venv-notebook/bin/python -m pip install --quiet nbconvert ipykernel
 	touch $@
+
+# holdfast.Pool against ProcessPoolExecutor, multiprocessing.Pool, loky and pebble in one run; three minutes.
+bench-pool: $(VENV)/ready .venv-peers/ready
+	PYTHONPATH=.venv-peers $(BIN)/python benchmarks/pool.py
+
+.venv-peers/ready:
+	$(BIN)/python -m pip install --quiet --target .venv-peers --no-deps loky pebble
+	touch $@
+
+# CPython's own tests of ProcessPoolExecutor, pointed at holdfast.Pool; five minutes.
+parity-pool: $(VENV)/ready
+	$(BIN)/python -m tests.parity.executor
 
 # The oldest supported torch, the one we develop on, and the newest.
 compat:

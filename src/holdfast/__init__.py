@@ -6,6 +6,7 @@ shm/             shared memory: who owns which bytes
 local/           workers as processes of this machine: host, keeper, worker, pulse
 diagnose/        why it happened: findings, report
 loader/          the DataLoader, where iterator.py is the main path; CachedDataset and FileCache
+pool/            the Pool: any calls, in processes that may die
 launch/          spawn: N ranks, the first failure named, all started again if you wish
 testing/         faults to inject, for our tests and yours
 cli/             the command line
@@ -20,9 +21,12 @@ from holdfast.errors import (
     HoldfastError,
     LoaderTorn,
     PolicyError,
+    PoolBroken,
     RemoteTraceback,
     SampleError,
     StreamBroken,
+    TaskLost,
+    TaskTimeout,
     TooManyBad,
     WorkerLost,
 )
@@ -32,6 +36,7 @@ from holdfast.loader.cached import CachedDataset
 from holdfast.loader.dataloader import DataLoader
 from holdfast.loader.files import FileCache
 from holdfast.policy import Policy
+from holdfast.pool.executor import Pool
 
 __version__ = "0.1.0"
 
@@ -49,10 +54,14 @@ __all__ = [
     "RankExited",
     "RankRaised",
     "Ranks",
+    "Pool",
+    "PoolBroken",
     "RemoteTraceback",
     "Report",
     "SampleError",
     "StreamBroken",
+    "TaskLost",
+    "TaskTimeout",
     "TooManyBad",
     "WorkerLost",
     "spawn",

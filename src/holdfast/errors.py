@@ -7,6 +7,9 @@
     ├── CannotSend       (TypeError)      a batch holds something that cannot cross a process boundary
     ├── TooManyBad       (RuntimeError)   the circuit breaker: too large a share of the samples is bad
     ├── StreamBroken     (RuntimeError)   an iterable dataset cannot be continued where it broke
+    ├── TaskLost         (BrokenProcessPool)   a task of a pool ended its worker, or never got to one whole
+    ├── TaskTimeout      (TimeoutError)   a task of a pool took longer than its timeout, and was killed
+    ├── PoolBroken       (BrokenProcessPool)   the workers of a pool cannot live here: all its tasks fail
     ├── BatchTimeout     (RuntimeError, TimeoutError)   the loader's own `timeout` ran out
     ├── LoaderTorn       (RuntimeError)   an interrupt tore the loader's bookkeeping; make a new iterator
     ├── RankExited       (torch's ProcessExitedException)   spawn: a rank was killed, crashed or exited
@@ -16,6 +19,8 @@ A user's own exception is raised as itself; `RemoteTraceback` is then its cause 
 came from. The type says what a caller can do, the text says why it happened. All fields are positional and are
 passed to `super().__init__`, so that each error survives pickling. The last two are in launch/errors.py.
 """
+
+from concurrent.futures.process import BrokenProcessPool
 
 
 class HoldfastError(Exception):
@@ -80,6 +85,46 @@ class StreamBroken(HoldfastError, RuntimeError):
     def __init__(self, message: str, worker: int | None = None) -> None:
         super().__init__(message, worker)
         self.worker = worker
+
+
+class TaskLost(HoldfastError, BrokenProcessPool):
+    """One task is lost, and the pool goes on: `task` is its number, `call` the function, `stack` where it was."""
+
+    def __init__(
+        self,
+        message: str,
+        task: int | None = None,
+        call: str | None = None,
+        worker: int | None = None,
+        stack: str | None = None,
+    ) -> None:
+        super().__init__(message, task, call, worker, stack)
+        self.task = task
+        self.call = call
+        self.worker = worker
+        self.stack = stack
+
+
+class TaskTimeout(HoldfastError, TimeoutError):
+    """One task was killed for its timeout; fields as in TaskLost."""
+
+    def __init__(
+        self,
+        message: str,
+        task: int | None = None,
+        call: str | None = None,
+        worker: int | None = None,
+        stack: str | None = None,
+    ) -> None:
+        super().__init__(message, task, call, worker, stack)
+        self.task = task
+        self.call = call
+        self.worker = worker
+        self.stack = stack
+
+
+class PoolBroken(HoldfastError, BrokenProcessPool):
+    """No worker of this pool comes up, or none stays: the text says why. Make another pool."""
 
 
 class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):

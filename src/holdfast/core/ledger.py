@@ -15,6 +15,9 @@ The rules:
  8. The same events give the same actions.
  9. A worker that left for a fresh one, was never born or was taken away is nobody's fault. Its tasks go to its next
     life; or, where fewer workers are allowed than there are, to the others.
+10. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
+    do it once more. One that is withdrawn takes its worker with it, and nobody else.
+11. `even`: nobody waits behind another task while a worker has nothing to do.
 """
 
 import signal
@@ -36,17 +39,24 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Kill,
     Leave,
     Lost,
     Note,
     Opened,
     Place,
+    Release,
     Renew,
+    Rested,
     Retire,
+    Returned,
     Send,
+    Spared,
     Stage,
     Start,
     Stop,
+    TakeBack,
+    Withdrawn,
 )
 from holdfast.policy import Policy
 
@@ -80,6 +90,7 @@ class Task:
         "done",
         "hits",
         "id",
+        "lives",
         "number",
         "reached",
         "result",
@@ -89,8 +100,9 @@ class Task:
         "worker",
     )
 
-    def __init__(self, id: int, samples: int) -> None:
+    def __init__(self, id: int, samples: int, lives: int | None) -> None:
         self.id = id
+        self.lives = lives
         self.samples = samples
         self.attempt = 0
         self.worker = -1
@@ -109,7 +121,20 @@ class Task:
 class Worker:
     """One worker, in its present life."""
 
-    __slots__ = ("away", "boot_deaths", "drawn", "id", "leaving", "life", "open", "ready", "stalls", "tasks", "used")
+    __slots__ = (
+        "away",
+        "boot_deaths",
+        "drawn",
+        "id",
+        "leaving",
+        "life",
+        "open",
+        "ready",
+        "served",
+        "stalls",
+        "tasks",
+        "used",
+    )
 
     def __init__(self, id: int, life: int, ready: bool) -> None:
         self.id = id
@@ -121,13 +146,15 @@ class Worker:
         self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
         self.used = 0  # tasks that were given to it and are not delivered yet
-        self.leaving = False  # it was asked to go, and to have no next life
-        self.away = False  # it has none
+        self.served = 0  # tasks finished in this life
+        self.leaving = False  # this life is to end: it gets no more tasks
+        self.away = False  # it has no life for now
 
 
 class Ledger:
     """See the module. `depth`: tasks a worker holds at once. `running`: `lives` of the epoch before, in whose
-    processes this one goes on. `allowed`: how many workers may be at work at first.
+    processes this one goes on. `allowed`: how many workers may be at work at first. `share`: tasks after which a life
+    is over, and another takes its place. `even`: see rule 11.
     """
 
     def __init__(
@@ -142,8 +169,12 @@ class Ledger:
         first_task: int = 0,
         running: Sequence[int] = (),
         allowed: int | None = None,
+        share: int | None = None,
+        even: bool = False,
     ) -> None:
         self._policy = policy
+        self._share = share
+        self._even = even
         self._in_order = in_order
         self._streams = streams
         self._round_robin = round_robin  # batch n goes to worker n % workers, as torch has it
@@ -159,6 +190,7 @@ class Ledger:
         self._count()
         self._paused = False
         self._capacity = deque([w for w in self._workers if not w.away] * depth)  # one entry per task that fits
+        self._idle: deque[Worker] = deque([w for w in self._workers if not w.away] if even else ())
         self._rotation = 0
         self._backlog: deque[Task] = deque()
         self._tasks: dict[int, Task] = {}
@@ -180,6 +212,25 @@ class Ledger:
         return [-worker.life if worker.away else worker.life for worker in self._workers]
 
     @property
+    def uneven(self) -> bool:
+        """A worker has nothing to do, and another holds a task that it has not begun."""
+        loads = [len(worker.tasks) for worker in self._present()]
+        return bool(loads) and min(loads) == 0 and max(loads) > 1
+
+    @property
+    def idle(self) -> bool:
+        """A worker has nothing to do."""
+        return any(not worker.tasks for worker in self._present())
+
+    @property
+    def room(self) -> int:
+        """How many tasks would be sent at once."""
+        return len(self._capacity)
+
+    def _present(self) -> list[Worker]:
+        return [worker for worker in self._workers if not (worker.away or worker.leaving)]
+
+    @property
     def open_streams(self) -> bool:
         """False when every iterable worker has come to its end: there is nothing left to draw."""
         return not self._streams or any(worker.open for worker in self._workers)
@@ -195,6 +246,14 @@ class Ledger:
                 return self._drawn(event)
             case Exhausted():
                 return self._exhausted(event)
+            case Withdrawn():
+                return self._withdrawn(event)
+            case Returned():
+                return self._returned(event)
+            case Spared():
+                return self._spared(event)
+            case Rested():
+                return self._rested()
             case Exited():
                 return self._exited(event)
             case Booted():
@@ -210,7 +269,7 @@ class Ledger:
     # The everyday path ---------------------------------------------------------------------------------------------
 
     def _drawn(self, event: Drawn) -> Sequence[Action]:
-        task = self._tasks[event.task] = Task(event.task, event.samples)
+        task = self._tasks[event.task] = Task(event.task, event.samples, event.lives)
         if self._streams:
             return self._draw_from_stream(task)
         if self._round_robin:
@@ -219,12 +278,22 @@ class Ledger:
             return (self._give(worker, task),)
         if self._paused or self._backlog or not self._capacity:
             self._backlog.append(task)
-            return self._spread()
-        worker = self._capacity.popleft()
-        worker.used += 1
-        return (self._give(worker, task),)
+            return self._hand_out()
+        return (self._give(self._choose(), task),)
 
-    def _spread(self) -> list[Action]:
+    def _choose(self) -> Worker:
+        """Who gets the next task, of those who have a place: somebody who has nothing to do, if there is one."""
+        while self._idle:
+            worker = self._idle.popleft()
+            if not (worker.tasks or worker.leaving or worker.away):  # it may have changed since
+                self._capacity.remove(worker)
+                break
+        else:
+            worker = self._capacity.popleft()
+        worker.used += 1
+        return worker
+
+    def _hand_out(self) -> list[Action]:
         """Hand out what waits, as far as there is room. While paused, one at a time.
 
         When nobody does anything, one is given to somebody whose places are all taken by batches that wait for their
@@ -234,13 +303,19 @@ class Ledger:
         while self._backlog:
             if any(worker.tasks for worker in self._workers) and (self._paused or not self._capacity):
                 break
-            worker = self._capacity.popleft() if self._capacity else self._least_busy()
-            worker.used += 1
+            if not self.at_work:
+                break  # all of them leave, and others come
+            worker = self._choose() if self._capacity else self._overload()
             actions.append(self._give(worker, self._backlog.popleft()))
         return actions
 
-    def _least_busy(self) -> Worker:
-        return min((w for w in self._workers if not (w.away or w.leaving)), key=lambda w: len(w.tasks))
+    def _overload(self) -> Worker:
+        """The least busy one, whether it has a place or not."""
+        worker = min(self._present(), key=lambda w: len(w.tasks))
+        worker.used += 1
+        if worker in self._capacity:
+            self._capacity.remove(worker)
+        return worker
 
     def _give(self, worker: Worker, task: Task) -> Send:
         task.worker = worker.id
@@ -282,13 +357,14 @@ class Ledger:
             return [Discard(event.result)]
         self._progress()
         self._proven = True
+        worker.served += 1
         task.done, task.result = True, event.result
         self._seen += task.samples
         if event.bad:
             self._bad += event.bad
             return self._breaker() or self._deliver()
         if self._backlog:
-            return [*self._deliver(), *self._spread()]
+            return [*self._deliver(), *self._hand_out()]
         return self._deliver()
 
     def _deliver(self) -> list[Action]:
@@ -310,11 +386,66 @@ class Ledger:
         if self._streams or self._round_robin:
             return
         worker = self._workers[task.worker]
+        if self._share is not None and worker.served >= self._share and not (worker.leaving or worker.away):
+            self._let_go(worker)
+            actions.append(Release(worker.id, worker.life))
+        self._free_place(worker)
+        if self._backlog:
+            actions += self._hand_out()
+
+    def _free_place(self, worker: Worker) -> None:
+        """One of its tasks is over."""
         worker.used -= 1
         if worker.used < self._depth and not (worker.away or worker.leaving):
             self._capacity.append(worker)
-        if self._backlog:
-            actions += self._spread()
+            if self._even and not worker.tasks:
+                self._idle.append(worker)
+
+    def _open_places(self, worker: Worker) -> list[Action]:
+        """It gets tasks again."""
+        self._capacity.extend([worker] * max(0, self._depth - worker.used))
+        if self._even and not worker.tasks:
+            self._idle.append(worker)
+        return self._hand_out()
+
+    # Tasks that are not wanted any more, or wanted elsewhere -------------------------------------------------------
+
+    def _withdrawn(self, event: Withdrawn) -> Sequence[Action]:
+        assert not self._in_order, "a turn cannot be skipped"
+        task = self._tasks.pop(event.task, None)
+        if task is None:
+            return ()
+        if task in self._backlog:
+            self._backlog.remove(task)
+            return ()
+        worker = self._workers[task.worker]
+        del worker.tasks[task.id]
+        worker.used -= 1
+        self._let_go(worker)  # until it has left, or is spared
+        return (Kill(worker.id, worker.life, task.id),)
+
+    def _spared(self, event: Spared) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        if event.life != worker.life or not worker.leaving:
+            return ()
+        worker.leaving = False
+        self._count()
+        return self._open_places(worker)
+
+    def _returned(self, event: Returned) -> Sequence[Action]:
+        worker = self._workers[event.worker]
+        task = worker.tasks.pop(event.task, None) if event.life == worker.life else None
+        if task is None:
+            return ()
+        self._free_place(worker)
+        self._backlog.appendleft(task)
+        return self._hand_out()
+
+    def _rested(self) -> Sequence[Action]:
+        if not self.uneven:
+            return ()
+        worker = max(self._present(), key=lambda w: len(w.tasks))
+        return (TakeBack(worker.id, worker.life),)
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
@@ -374,11 +505,16 @@ class Ledger:
         task = worker.tasks[on.task] if on is not None else None
         if event.cause in (Cause.RECYCLED, Cause.UNBORN, Cause.PRESSURE):
             return self._left(worker, task, on, event)
+        if task is not None and on is not None and not _is_charged(task, on, event):
+            on = task = None
+        if worker.leaving and task is None:
+            return self._replace(worker)  # as we wished: no incident
         self._count_stall(worker, task, on, event)
-        if self._looks_like_inherited_lock(event, on):
+        if self._looks_like_inherited_lock(event, on) and (task is None or task.lives is None):
             return self._renew(event)
         strike, needed, bad = self._judge(event, task, on)
-        if not bad and self._out_of_patience(worker):
+        counted = task is not None and task.lives is not None  # its attempts are bounded anyway
+        if not bad and not counted and self._out_of_patience(worker):
             if task is None or on is None or not self._stuck_on(worker, task, on):
                 self.stopped = True
                 return [
@@ -404,6 +540,7 @@ class Ledger:
         """Its next life; or none where fewer workers are allowed: then the others take its tasks."""
         worker.life += 1
         worker.ready = False
+        worker.served = 0
         if self._streams and not worker.open:
             return []
         if not worker.leaving:
@@ -411,8 +548,7 @@ class Ledger:
         if self.at_work < self._allowed:
             worker.leaving = False
             self._count()
-            self._capacity.extend([worker] * max(0, self._depth - worker.used))
-            return self._restart(worker)
+            return [*self._restart(worker), *self._open_places(worker)]
         worker.leaving, worker.away = False, True
         self._count()
         held = list(worker.tasks.values())
@@ -420,15 +556,9 @@ class Ledger:
         worker.used -= len(held)
         if self._paused:
             self._backlog.extendleft(reversed(held))
-            return self._spread()
-        actions: list[Action] = []
-        for task in held:  # the oldest there are: others wait for their turn
-            other = self._least_busy()
-            other.used += 1
-            if other in self._capacity:
-                self._capacity.remove(other)
-            actions.append(self._give(other, task))
-        return actions
+            return self._hand_out()
+        # They are the oldest there are: others wait for their turn.
+        return [self._give(self._overload(), task) for task in held]
 
     def _restart(self, worker: Worker) -> list[Action]:
         held = list(worker.tasks.values())
@@ -467,6 +597,8 @@ class Ledger:
     def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
         """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
         maybe_chance = _maybe_chance(event)
+        if task is not None and task.lives is not None:
+            return task.attempt + 1, task.lives, task.attempt + 1 >= task.lives
         if task is None or on is None or event.cause is Cause.KEEPER:
             self._kills += maybe_chance
             return 0, 0, False
@@ -500,6 +632,8 @@ class Ledger:
             if self._streams:
                 return "gave this worker's stream up", self._end_stream(worker)
             self._seen += task.samples
+            if task.lives is not None:
+                self._progress()  # it is out of the way
             return "gave the batch up: next() raises for it", self._deliver()
         task.bad = (*task.bad, position)
         self._bad += 1
@@ -552,20 +686,19 @@ class Ledger:
             return []
         self._allowed = max(1, event.workers)
         actions: list[Action] = []
-        present = [worker for worker in self._workers if not (worker.away or worker.leaving)]
+        present = self._present()
         for worker in present[self._allowed :]:
             self._let_go(worker)
             actions.append(Retire(worker.id, worker.life))
         absent = [worker for worker in self._workers if worker.away]
         for worker in absent[: max(0, self._allowed - len(present))]:
             worker.away, worker.ready = False, False
-            self._capacity.extend([worker] * max(0, self._depth - worker.used))
-            actions.append(Start(worker.id, worker.life))
+            actions += [Start(worker.id, worker.life), *self._open_places(worker)]
         self._count()
-        return [*actions, *self._spread()]
+        return [*actions, *self._hand_out()]
 
     def _let_go(self, worker: Worker) -> None:
-        """It gets no more tasks and no next life."""
+        """It gets no more tasks, and a next life only if that many are allowed."""
         worker.leaving = True
         self._count()
         self._capacity = deque(place for place in self._capacity if place is not worker)
@@ -598,6 +731,13 @@ class Ledger:
 def _maybe_chance(event: Exited) -> bool:
     """True for a death that may have come from outside."""
     return event.cause is Cause.SIGNAL and event.code not in OWN_FAULT
+
+
+def _is_charged(task: Task, on: Place, event: Exited) -> bool:
+    """With a number of lives: for whatever ended it, once it had begun. Otherwise not for the keeper's death."""
+    if task.lives is not None:
+        return on.stage >= Stage.FETCH
+    return event.cause is not Cause.KEEPER
 
 
 def _blamed_position(on: Place) -> int:

@@ -36,6 +36,7 @@ class Cause(IntEnum):
     RECYCLED = 5  # it left for a fresh one: `code` is the `Leave`; nobody's fault
     UNBORN = 6  # the system refused a process; `code` is the errno
     PRESSURE = 7  # we killed it: the memory of all was almost used up; nobody's fault
+    ASKED = 8  # we ended it: its task was withdrawn, or it had done its share of tasks
 
 
 class Leave(IntEnum):
@@ -66,10 +67,39 @@ class Opened(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The source gave one more task."""
+    """The source gave one more task.
+
+    `lives`: how many lives it may end, whatever ends them; None to judge each death by the policy.
+    """
 
     task: int
     samples: int
+    lives: int | None = None
+
+
+class Withdrawn(NamedTuple):
+    """Nobody wants this task any more, even if it is being done right now."""
+
+    task: int
+
+
+class Returned(NamedTuple):
+    """A worker was sent this task, had not begun it, and will not."""
+
+    worker: int
+    life: int
+    task: int
+
+
+class Spared(NamedTuple):
+    """The order to kill this life came too late, or was not needed: it is not on that task. It lives on."""
+
+    worker: int
+    life: int
+
+
+class Rested(NamedTuple):
+    """The source has nothing more for now."""
 
 
 class Booted(NamedTuple):
@@ -124,13 +154,51 @@ class Allowed(NamedTuple):
     paused: bool
 
 
-Event = Opened | Drawn | Booted | BootFailed | Finished | Exhausted | Exited | Allowed
+Event = (
+    Opened
+    | Drawn
+    | Withdrawn
+    | Returned
+    | Spared
+    | Rested
+    | Booted
+    | BootFailed
+    | Finished
+    | Exhausted
+    | Exited
+    | Allowed
+)
 
 # Actions -----------------------------------------------------------------------------------------------------------
 
 
 class Start(NamedTuple):
     """Give this worker a new life."""
+
+    worker: int
+    life: int
+
+
+class Kill(NamedTuple):
+    """End this life at once if it is on this task, which is not wanted any more.
+
+    If it is not, Spared comes back. Tasks that it had not begun come back as Returned.
+    """
+
+    worker: int
+    life: int
+    task: int
+
+
+class TakeBack(NamedTuple):
+    """If the next task of this life has not been begun, it comes back as Returned."""
+
+    worker: int
+    life: int
+
+
+class Release(NamedTuple):
+    """This life has done its share: it may leave by itself."""
 
     worker: int
     life: int
@@ -205,7 +273,7 @@ class Stop(NamedTuple):
     results: tuple[tuple[int, object], ...] = ()
 
 
-Action = Start | Send | Retire | Deliver | Drop | Discard | Renew | Note | Stop
+Action = Start | Kill | TakeBack | Release | Send | Retire | Deliver | Drop | Discard | Renew | Note | Stop
 
 
 class Lost(NamedTuple):

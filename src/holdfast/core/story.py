@@ -13,6 +13,10 @@ from holdfast.core.messages import (
     Exited,
     Finished,
     Opened,
+    Rested,
+    Returned,
+    Spared,
+    Withdrawn,
 )
 
 # The last thousand batches. Not more: what is written over must still be in the cache.
@@ -31,7 +35,7 @@ class Story:
     def tell(self, event: Event) -> None:
         """One more."""
         kind = type(event)
-        if kind is Drawn:
+        if kind is Drawn and event[2] is None:  # type: ignore[misc]
             self._events.append((event[0], event[1]))  # type: ignore[misc, arg-type]
         elif kind is Finished:
             self._events.append((event[0], event[1], event[2], event[4]))  # type: ignore[misc, arg-type]
@@ -44,6 +48,8 @@ class Story:
         for kept in self._events:
             match kept:
                 case Finished() | Drawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
+                    yield kept
+                case Withdrawn() | Returned() | Spared() | Rested():
                     yield kept
                 case (task, samples):
                     yield Drawn(task, samples)

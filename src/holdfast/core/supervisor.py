@@ -18,15 +18,21 @@ from holdfast.core.messages import (
     Drop,
     Event,
     Exited,
+    Kill,
     Note,
     Opened,
+    Release,
     Renew,
     Retire,
     Send,
     Start,
     Stop,
+    TakeBack,
 )
 from holdfast.core.story import Story
+
+# What a worker that has done its share gets to leave by itself: exit handlers of the user's code run then.
+LEAVE_S = 5.0
 
 
 class Supervisor:
@@ -92,6 +98,12 @@ class Supervisor:
                     self._host.retire(action.worker, action.life)
                 case Start():
                     self._host.start(action.worker, action.life)
+                case Kill():
+                    self._host.kill(action.worker, action.life, action.task)
+                case TakeBack():
+                    self._host.take_back(action.worker, action.life)
+                case Release():
+                    self._host.release(action.worker, action.life, LEAVE_S)
                 case Drop():
                     self.resolved += 1
                 case Discard():

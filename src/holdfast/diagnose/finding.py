@@ -52,9 +52,18 @@ class Case:
     worker_memory: int | None = None
     start_method: str = "fork"
     again: Again | None = None
+    call: str | None = None
+    """Of a pool: the name of the function that the task calls; "" between tasks. None for a loader."""
+    attempts: int = 1
+    """Of a pool: how often the task may be begun."""
     did: str = ""
     at: float = 0.0
     """When the trainer learned of it, in seconds since 1970; 0 when nobody looked at the clock."""
+
+    @property
+    def of_pool(self) -> bool:
+        """A task of a pool, and not a sample of a loader."""
+        return self.call is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
 _EXAMPLES = 5
+_OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker.py")
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
 _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
 
@@ -50,6 +51,8 @@ class Incident:
     again: Again | None = None
     at: float = 0.0
     """Seconds since 1970; 0 when not known."""
+    call: str | None = None
+    """Of a pool: the function that was called; `batch` is then the number of the task."""
 
     def __str__(self) -> str:
         lines = [self.headline, f"  {self.finding}: {self.says}"]
@@ -101,6 +104,7 @@ def incident_of(case: Case) -> Incident:
         stack=_stack(evidence) if evidence is not None and evidence.stack else _traceback(case),
         again=case.again,
         at=case.at,
+        call=case.call,
     )
 
 
@@ -117,7 +121,7 @@ def _users_frames(stack: str) -> str:
     lines: list[str] = []
     for line in stack.splitlines():
         lines.append(line)
-        if "/holdfast/loader/job.py" in line or "/holdfast/local/worker.py" in line:
+        if any(ours in line for ours in _OUR_FRAMES):
             break
     return "\n".join(lines)
 
@@ -166,6 +170,8 @@ def _end(case: Case) -> str:
             return "made room for a fresh one"
         case Cause.PRESSURE:
             return "was ended because memory ran short"
+        case Cause.ASKED:
+            return "was ended because it was not needed any more"
         case _:
             return f"was killed by {signal_name(case.code)}"
 
@@ -177,7 +183,10 @@ def where(case: Case) -> str:
     if case.task is None:
         if case.stage in (Stage.BOOT, Stage.INIT):
             return "while starting"
-        return "between batches"
+        return "between tasks" if case.of_pool else "between batches"
+    if case.of_pool:
+        running = "while sending the result of" if case.stage is Stage.SEND else "while running"
+        return f"{running} task {case.task} ({case.call}, attempt {case.attempt} of {case.attempts})"
     doing = {
         Stage.FETCH_MANY: "while in __getitems__ of",
         Stage.COLLATE: "while collating",
@@ -263,6 +272,13 @@ class Record:
             self.bad_samples.append(bad)
 
 
+def _of_loader(stats: dict[str, Any]) -> str:
+    return (
+        f"{stats['batches']} batches, {stats['samples']} samples delivered; {stats['restarts']} workers restarted, "
+        f"{stats['bad_samples']} bad samples, {stats['retries']} retries"
+    )
+
+
 def _times(first: float, last: float, count: int) -> str:
     """ ", first 09:12:01, last 14:55:10"; with the day where it is not the same one."""
     if not first or not last:
@@ -274,9 +290,10 @@ def _times(first: float, last: float, count: int) -> str:
 
 
 class Report:
-    """What happened so far. `str()` for people, `to_json()` for programs."""
+    """What happened so far. `str()` for people, `to_json()` for programs. `summary`: the totals in words."""
 
-    def __init__(self, record: Record, stats: dict[str, Any]) -> None:
+    def __init__(self, record: Record, stats: dict[str, Any], summary: str | None = None) -> None:
+        self._summary = summary if summary is not None else _of_loader(stats)
         self.incidents = tuple(record.incidents)
         self.bad_samples = tuple(record.bad_samples)
         self.stats = stats
@@ -285,11 +302,7 @@ class Report:
 
     def __str__(self) -> str:
         s = self.stats
-        lines = [
-            "Holdfast report",
-            f"  {s['batches']} batches, {s['samples']} samples delivered; "
-            f"{s['restarts']} workers restarted, {s['bad_samples']} bad samples, {s['retries']} retries",
-        ]
+        lines = ["Holdfast report", f"  {self._summary}"]
         if "device_waited_share" in s:
             lines.append(f"  the device waited for data {s['device_waited_share']:.1%} of {s['device_ran_s']:.1f} s")
         lines += [line for name in self._findings() for line in self._folded(name)]

@@ -89,7 +89,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         parts = partial(large_parts, self._dataset)
         self._teller = Teller(record, policy, self._growth, self._method, _name_of(self), self._host.pid_of, parts)
         self._host.open()
-        record.workers.begin(self._host.pulses)
+        record.workers.begin(list(self._host.pulses))
         self._reset(loader, first_iter=True)
 
     def _make_host(self, loader: Any) -> LocalHost:

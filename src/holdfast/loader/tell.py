@@ -1,9 +1,5 @@
-"""What the user is told: events and failures become incidents, log lines, bad samples and exceptions.
+"""What the user of a loader is told: failures become bad samples and exceptions. Deaths: see diagnose/voice.py."""
 
-Nothing here decides or waits. The same `Case` is behind the log line, the report and the text of an exception.
-"""
-
-import logging
 import resource
 import time
 from collections import Counter
@@ -12,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Cause, Exited, Lost, Note, Place, Stage, Stop
+from holdfast.core.messages import Cause, Exited, Lost, Note, Stage, Stop
 from holdfast.diagnose.finding import TRAINER, Again, Case
-from holdfast.diagnose.report import BadSample, Incident, Record, incident_of, where
+from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.diagnose.voice import Voice
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.fetch import Failure, Trouble
 from holdfast.loader.gate import Refusal
@@ -22,12 +19,10 @@ from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised, to_raise
 from holdfast.policy import Policy
 
-log = logging.getLogger("holdfast")
-
 _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
 
 
-class Teller:
+class Teller(Voice):
     """One iterator's voice. `sample_of(task, position)`: its index, and how to load it again; `pid_of(worker)`."""
 
     def __init__(
@@ -41,85 +36,42 @@ class Teller:
         parts: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """`parts`: what is large in the dataset, in words."""
-        self._record = record
-        self._policy = policy
-        self._sample_of = sample_of
-        self._pid_of = pid_of
-        self._parts = parts
-        self._blank = Case(
+        blank = Case(
             what="exited",
             worker=0,
             sample_timeout=policy.sample_timeout,
             worker_memory=growth_bytes,
             start_method=start_method,
         )
+        super().__init__(record, blank)
+        self._policy = policy
+        self._sample_of = sample_of
+        self._pid_of = pid_of
+        self._parts = parts
         self._told_refusal = False
         self.first_task = 0  # of this epoch: batches are numbered from it
 
-    def tell(self, case: Case) -> Incident:
-        """Into the report and the log."""
-        incident = incident_of(case)
-        self._record.add(incident)
-        log.warning("%s", incident.line)
-        return incident
+    def name(self, task: int, position: int) -> dict[str, Any]:
+        if task < self.first_task:
+            return {}
+        index, again = self._sample_of(task, position)
+        return {"task": task - self.first_task, "index": index, "again": again}
 
-    # Deaths and silences -------------------------------------------------------------------------------------------
+    # Deaths --------------------------------------------------------------------------------------------------------
 
     def incident(self, note: Note | Silence) -> None:
-        """Something happened to a worker; the ledger has dealt with it."""
-        if isinstance(note, Note):
-            self._record.counts["restarts"] += 1
-            case = self._death(note)
-            if note.event.cause is Cause.RECYCLED and self._told_before(case):
-                return
-            self.tell(case)
-        else:
-            facts = {"worker": note.worker, "life": note.life, "what": note.what, "code": note.code}
-            evidence = note.evidence
-            if note.what == "copied" and isinstance(evidence, Evidence):
-                evidence = replace(evidence, facts=self._parts())
-            self.tell(self._at(note.on, evidence, **facts))
-
-    def _told_before(self, case: Case) -> bool:
-        """A leak comes again and again: it is told once, and counted."""
-        name = f"incident:{incident_of(case).finding}"
-        self._record.counts["recycled"] += 1
-        self._record.counts[name] += bool(self._record.counts[name])
-        return self._record.counts[name] > 0
-
-    def _death(self, note: Note) -> Case:
-        event = note.event
-        return self._at(
-            event.on,
-            event.evidence,
-            worker=event.worker,
-            life=event.life,
-            cause=event.cause,
-            code=event.code,
-            strike=note.strike,
-            needed=note.needed,
-            attempt=max(1, note.strike),
-            did=note.did,
-        )
-
-    def _at(self, on: Place | None, evidence: object, **facts: Any) -> Case:
-        assert isinstance(evidence, Evidence)
-        facts |= {"pid": evidence.pid, "evidence": evidence, "at": time.time()}
-        if on is not None:
-            facts |= {"stage": on.stage, "seconds": on.seconds}
-            if on.stage >= Stage.FETCH and on.task >= self.first_task:
-                index, again = self._sample_of(on.task, on.position)
-                facts |= {"task": on.task - self.first_task, "index": index, "again": again}
-        return replace(self._blank, **facts)
+        if isinstance(note, Silence) and note.what == "copied" and isinstance(note.evidence, Evidence):
+            note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
+        super().incident(note)
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or batch ended too many lives: the error to raise for it."""
         note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
-        case = self._death(note)
+        case = self.death(note)
         incident = incident_of(case)
         if lost.position >= 0:
             batch = lost.task - self.first_task
-            self._record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
+            self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
 
     def not_registered(self, refusal: Refusal) -> None:
@@ -132,7 +84,7 @@ class Teller:
         facts = (f"cuMemHostRegister of {refusal.bytes / 1e6:.1f} MB gave {refusal.why}", limits)
         raised = Raised("CudaError", refusal.why, "", None, None, facts=facts)
         did = "copied batches into memory that torch pins; nothing is lost but speed"
-        self.tell(replace(self._blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
+        self.tell(replace(self.blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 
@@ -141,14 +93,14 @@ class Teller:
         _, again = self._sample_of(batch + self.first_task, position)
         facts |= {"worker": worker, "pid": pid, "task": batch, "index": index, "raised": raised, "again": again}
         facts |= {"at": time.time()}
-        return replace(self._blank, **facts)
+        return replace(self.blank, **facts)
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
         """A sample raised, and the policy dealt with it."""
-        self._record.counts["retries"] += trouble.attempts - 1
+        self.record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
-            self._record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
+            self.record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
         self.tell(
             self._raised(
                 trouble.raised,
@@ -176,11 +128,11 @@ class Teller:
             attempt=failure.attempts,
             did="raised it from next(); the next call goes on with the next batch",
         )
-        self._record.add(incident_of(case))
-        self._record.counts["retries"] += failure.attempts - 1
+        self.record.add(incident_of(case))
+        self.record.counts["retries"] += failure.attempts - 1
         if failure.position >= 0:
             text = f"{failure.raised.type_name}: {failure.raised.text}"
-            self._record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
+            self.record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
         told = f"in worker {worker} (pid {case.pid}) {where(case)}"
         return to_raise(failure.raised, told, failure.index, worker)
 
@@ -188,14 +140,14 @@ class Teller:
 
     def boot_failure(self, raised: Raised, worker: int) -> BaseException:
         """A worker could not start: the exception to raise."""
-        self.tell(replace(self._blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised, at=time.time()))
+        self.tell(replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised, at=time.time()))
         return to_raise(raised, f"in worker {worker} while it started", None, worker)
 
     def stop(self, stop: Stop) -> BaseException:
         """Going on would not help: the exception to raise."""
         event = stop.event
         if isinstance(event, Exited):
-            case = self._death(Note(event, "gave up", 0, 0))
+            case = self.death(Note(event, "gave up", 0, 0))
             incident = incident_of(case)
             why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
             if event.cause is Cause.KEEPER:
@@ -210,10 +162,10 @@ class Teller:
 
     def too_many(self, bad: int, seen: int) -> TooManyBad:
         """The circuit breaker: what do they share?"""
-        shared = Counter(b.error for b in self._record.bad_samples).most_common(3)
+        shared = Counter(b.error for b in self.record.bad_samples).most_common(3)
         lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
         lines += [f"    seen   {count} x {error}" for error, count in shared]
-        others = len({b.error for b in self._record.bad_samples}) - len(shared)
+        others = len({b.error for b in self.record.bad_samples}) - len(shared)
         lines += [f"    seen   and {others} other errors"] if others > 0 else []
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
         return TooManyBad("\n".join(lines), bad, seen)

@@ -16,7 +16,9 @@ import resource
 import signal
 import socket
 import sys
-from multiprocessing import forkserver, reduction
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, reduction, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -190,7 +192,8 @@ def spawn_keeper(orders: Orders, job: Job) -> BaseProcess:
         context.set_forkserver_preload([*modules, wanted])
     process: BaseProcess = context.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
     try:
-        process.start()
+        with _true_main():
+            process.start()
     except ValueError as error:
         if "too many fds" not in str(error):
             raise
@@ -198,12 +201,35 @@ def spawn_keeper(orders: Orders, job: Job) -> BaseProcess:
         package.close_in_trainer()
         fresh = multiprocessing.get_context("spawn")
         process = fresh.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
-        process.start()
+        with _true_main():
+            process.start()
     finally:
         package.close_in_trainer()
     # multiprocessing would wait for it at exit, before our own farewell; we look after it ourselves.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return process
+
+
+@contextmanager
+def _true_main() -> Iterator[None]:
+    """A program that is read from stdin calls its file "<stdin>", and a new process would look for that in vain."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or os.path.exists(file):
+        yield
+        return
+    main.__file__ = None
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+def main_is_importable() -> bool:
+    """True when a spawned process imports the trainer's main module again; not from stdin, nor in a notebook."""
+    with _true_main():
+        data = spawn.get_preparation_data(NAME)
+    return "init_main_from_name" in data or "init_main_from_path" in data
 
 
 def _keep_spawned(cord: Cord, package: Package) -> None:

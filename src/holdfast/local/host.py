@@ -26,6 +26,8 @@ from holdfast.core.messages import (
     Finished,
     Leave,
     Place,
+    Returned,
+    Spared,
     Stage,
 )
 from holdfast.errors import HoldfastError
@@ -39,6 +41,7 @@ from holdfast.local.wire import (
     MAGIC,
     RECORD,
     TASK,
+    EndLife,
     KeeperSignalled,
     KeeperUp,
     Kind,
@@ -81,10 +84,13 @@ class LocalHost:
         growth_bytes: int | None,
         need: int = 0,
         gate: Gate | None = None,
+        take_back: bool = False,
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
-        bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots.
+        bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
+        sent and not begun may be wanted back; that is one descriptor more per worker.
         """
+        self._takes_back = take_back
         self._job = job
         self._gate = gate
         self._fork = fork
@@ -96,6 +102,7 @@ class LocalHost:
         self._lifelines: list[Lifeline | None] = [None] * workers
         self._retired: list[Slots] = []
         self._events: list[Event | Silence | Room] = []
+        self._rung = False
         self._quick = False  # the last wait was short
         self._files: dict[tuple[int, ...], int] = {}
         self._journals: dict[int, tuple[bytes, int]] = {}  # task -> what its last life had done of it
@@ -119,6 +126,7 @@ class LocalHost:
         os.set_blocking(self._results, False)
         self._parcels, self._parcels_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._parcels.setblocking(False)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
         memory = Memory(self._pulse_fd, workers * PAGE)
         self.pulses = [Pulse(memory, i) for i in range(workers)]
@@ -140,6 +148,7 @@ class LocalHost:
             *self._settings,
             self.need,
             self.room.workers,
+            self._takes_back,
         )
         self._keeper_up = False
         with theirs:
@@ -153,6 +162,7 @@ class LocalHost:
         self._poll = select.poll()
         self._poll.register(self._results, select.POLLIN)
         self._poll.register(self._control, select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         if self._closed or os.getpid() != self._owner:
@@ -195,10 +205,12 @@ class LocalHost:
             self._results,
             self._results_w,
             self._pulse_fd,
+            self._bell,
             *self._files.values(),
         ):
             os.close(fd)
         self._files.clear()
+        self.pulses.clear()  # and with them their mapping
         self._parcels.close()
         self._parcels_w.close()
 
@@ -206,11 +218,12 @@ class LocalHost:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
         self._closed = True
         os.close(self._results)
+        os.close(self._bell)
         self._parcels.close()
         self._control.close()
         for line in self._lifelines:
-            if line is not None and not line.closed:
-                os.close(line.tasks)
+            if line is not None:
+                line.hang_up()
 
     def renew(self) -> None:
         self._events.clear()
@@ -251,7 +264,11 @@ class LocalHost:
         crash = new_file("crash", 0)
         space = Slots(memory, stride, slots, boxes, self._gate)
         forks.watch_slots(space)
-        line = self._lifelines[worker] = Lifeline(life, tasks_w, space)
+        unread = -1
+        if self._takes_back:
+            # A description of its own: the worker's end must go on blocking.
+            unread = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        line = self._lifelines[worker] = Lifeline(life, tasks_w, unread, space)
         os.set_blocking(line.tasks, False)
         order = encode(StartLife(worker, life, slots, boxes, stride))
         try:
@@ -264,22 +281,62 @@ class LocalHost:
 
     def retire(self, worker: int, life: int) -> None:
         line = self._lifelines[worker]
-        if line is not None and line.life == life and not line.closed:
+        if line is not None and line.life == life:
             self.pulses[worker].words[ASKED] = Leave.ASKED
-            os.close(line.tasks)  # an idle one waits there
-            line.closed = True
+            line.hang_up()  # an idle one waits there
+
+    def release(self, worker: int, life: int, grace_s: float) -> None:
+        line = self._lifelines[worker]
+        if line is not None and line.life == life:
+            line.hang_up()
+            self._end(worker, life, grace_s)
+
+    def kill(self, worker: int, life: int, task: int) -> None:
+        line = self._lifelines[worker]
+        if line is None or line.life != life or line.tasks < 0:
+            return  # it ends already
+        line.flush()
+        unread = line.take_back(self._busy)
+        behind = {record[0] for record in unread}
+        if task in line.boxes and task not in behind and len(line.boxes) == len(behind) + 1:
+            # All else was taken back: if it is still at work, then on this.
+            line.hang_up()
+            self._end(worker, life, 0.0)
+            self._events += [Returned(worker, life, other) for other in behind]
+            return
+        for record in unread:
+            if record[0] == task:
+                line.slots.free_box(line.boxes.pop(task))
+            else:
+                line.unsent += TASK.pack(*record)
+        line.flush()
+        self._events.append(Spared(worker, life))
+
+    def take_back(self, worker: int, life: int) -> None:
+        line = self._lifelines[worker]
+        if line is None or line.life != life:
+            return
+        line.flush()
+        for task, *_ in line.take_back(1):
+            line.slots.free_box(line.boxes.pop(task))
+            self._events.append(Returned(worker, life, task))
+
+    def _end(self, worker: int, life: int, grace_s: float) -> None:
+        try:
+            self._control.send(encode(EndLife(worker, life, grace_s)))
+        except OSError:
+            pass  # the keeper is gone: `wait` finds that out and says so for each life
 
     def _end_lifeline(self, worker: int) -> None:
         line = self._lifelines[worker]
         if line is not None:
-            if not line.closed:
-                os.close(line.tasks)
+            line.hang_up()
             line.slots.retire()
             self._lifelines[worker] = None
 
     def send(self, worker: int, life: int, task: int, payload: bytes) -> None:
         line = self._lifelines[worker]
-        if line is None or line.life != life or line.closed:
+        if line is None or line.life != life or line.tasks < 0:
             return
         slots = line.slots
         box = slots.take_box()
@@ -293,10 +350,15 @@ class LocalHost:
         slots.memory.view[start : start + size] = payload
         if count:
             slots.memory.view[start + size : start + size + len(saved)] = saved
-        try:
-            os.write(line.tasks, TASK.pack(task, box, size, len(saved), count))
-        except BrokenPipeError:
-            pass  # it is dying: its Exited is on the way, and the task goes out again
+        line.unsent += TASK.pack(task, box, size, len(saved), count)
+        if not self._takes_back:
+            line.flush()
+
+    def flush(self) -> None:
+        """With `take_back`: workers get what was sent since, in one go."""
+        for line in self._lifelines:
+            if line is not None and line.unsent:
+                line.flush()
 
     def abandon_below(self, task: int) -> None:
         """Workers skip every task before this one (an epoch that was left early)."""
@@ -309,6 +371,14 @@ class LocalHost:
                 line.waiting.clear()
 
     # Facts ---------------------------------------------------------------------------------------------------------
+
+    def ring(self) -> None:
+        """From any thread: whoever waits stops waiting, with or without an event."""
+        os.eventfd_write(self._bell, 1)
+
+    def _answer_bell(self) -> None:
+        os.eventfd_read(self._bell)
+        self._rung = True
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         self._thread = threading.get_ident()
@@ -489,7 +559,7 @@ class LocalHost:
                 self.workers[worker].exitcode = exit_code(message)
                 self._events.append(Exited(worker, life, at, cause, code, on, evidence))
                 line = self._lifelines[worker]
-                if line is not None and line.closed:
+                if line is not None and line.tasks < 0:
                     self._end_lifeline(worker)  # perhaps no other life follows
             case LifeQuiet(worker, life, what, code, on, evidence):
                 self._events.append(Silence(worker, life, what, code, on, evidence))
@@ -499,7 +569,7 @@ class LocalHost:
                 if evidence is not None:
                     on = Place(-1, 0, Stage.IDLE, 0.0)
                     self._events.append(Silence(-1, 0, "room", workers, on, evidence))
-            case StartLife() | StopAll():
+            case StartLife() | EndLife() | StopAll():
                 raise AssertionError(f"not for a trainer: {message}")
             case _:
                 assert_never(message)
@@ -529,7 +599,8 @@ class LocalHost:
         for worker, line in enumerate(self._lifelines):
             if line is not None:
                 evidence = Evidence(pid=line.pid or 0)
-                self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, None, evidence))
+                on = self.pulses[worker].place(now)
+                self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
         self._launch()
 
     # Parcels -------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from holdfast.local.evidence import (
 from holdfast.local.marks import Copies, Marks
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import (
+    ALLOWED,
     ASKED,
     BASE,
     DUMPABLE,
@@ -57,6 +58,7 @@ from holdfast.local.room import RoomWatch
 from holdfast.local.sender import CRASH_SIGNALS, SenderNote
 from holdfast.local.spy import Spy
 from holdfast.local.wire import (
+    EndLife,
     KeeperSignalled,
     KeeperUp,
     LifeEnded,
@@ -101,6 +103,7 @@ class Orders(NamedTuple):
     growth_bytes: int | None
     need: int
     first: int
+    one_by_one: bool
 
 
 class Life:
@@ -125,6 +128,7 @@ class Life:
         self.next_alarm_s = SILENT_S
         self.signals = pulse.words[SIGNALS]
         self.memory: deque[tuple[float, int]] = deque(maxlen=SERIES)
+        self.end_at: float | None = None
         self.killed_for: Cause | None = None
         self.killed_on: Place | None = None
         self.stack = ""
@@ -170,8 +174,7 @@ class Keeper:
         self._own = linux.memory_of()[1]  # what workers inherit
         self._fewest = orders.workers  # workers that ever fitted, as far as the trainer was told
         self._spy = Spy()
-        timeout = orders.sample_timeout
-        self._tick_s = TICK_S if timeout is None else max(0.01, min(TICK_S, timeout / 5))
+        self._tick_s = self._tick(orders.sample_timeout)
 
     def run(self) -> None:
         """Until the trainer says stop, closes the socket, or is gone."""
@@ -222,6 +225,8 @@ class Keeper:
             match decode(data):
                 case StartLife() as order:
                     self._start(order, fds)
+                case EndLife(worker, number, grace_s):
+                    self._release(worker, number, grace_s)
                 case StopAll(grace_s):
                     self._stop_at = time.monotonic() + grace_s
                 case other:
@@ -297,6 +302,7 @@ class Keeper:
                 crash,
                 keeper_pid,
                 self._orders.growth_bytes,
+                self._orders.one_by_one,
             )
             worker = Worker(wiring, self._job, self._pulses[order.worker])
 
@@ -313,6 +319,24 @@ class Keeper:
             os._exit(status)
 
     # Death ---------------------------------------------------------------------------------------------------------
+
+    def _release(self, worker: int, number: int, grace_s: float) -> None:
+        """The trainer does not want this life any more. One that was never born ends, too."""
+        for life in self._lives.values():
+            if (life.worker, life.life) == (worker, number):
+                life.killed_for = life.killed_for if life.killed_for is not None else Cause.ASKED
+                if grace_s:
+                    life.end_at = time.monotonic() + grace_s
+                else:
+                    _kill(life.pid)
+                return
+        for waiting in list(self._unforked):
+            order, fds, _ = waiting
+            if (order.worker, order.life) == (worker, number):
+                self._unforked.remove(waiting)
+                for fd in fds:
+                    os.close(fd)
+                self._say(_never_born(order, time.monotonic(), 0)._replace(cause=Cause.ASKED))
 
     def _reap(self) -> None:
         while self._lives:
@@ -398,6 +422,8 @@ class Keeper:
         self._last_tick = now
         # A stopped keeper or a paused machine is nobody's hang: a gap counts as two ticks at most.
         step = min(gap, 2 * self._tick_s)
+        deadlines = [allowed for life in self._lives.values() if (allowed := self._allowed(life)) is not None]
+        self._tick_s = self._tick(min(deadlines, default=None))
         for life in list(self._lives.values()):
             self._look_at(life, step, now)
         self._look_around(now)
@@ -405,6 +431,11 @@ class Keeper:
         for _ in range(len(self._unforked)):
             self._start(*self._unforked.popleft())
         self._say()
+
+    @staticmethod
+    def _tick(deadline_s: float | None) -> float:
+        """The shorter the deadline, the oftener somebody must look."""
+        return TICK_S if deadline_s is None else max(0.01, min(TICK_S, deadline_s / 5))
 
     def _look_at(self, life: Life, step: float, now: float) -> None:
         words = life.pulse.words
@@ -416,6 +447,8 @@ class Keeper:
             life.quiet_s += step
             self._judge_silence(life, now)
         self._look_for_signals(life, now)
+        if life.end_at is not None and now >= life.end_at:
+            _kill(life.pid)
 
     def _weigh(self, life: Life, now: float) -> None:
         """Its memory and its descriptors; over a mark, it is asked to make room for a fresh one, or has to."""
@@ -473,7 +506,7 @@ class Keeper:
             self._say_quiet(life, "signal", number, now, sender=life.pulse.sender.last(number))
 
     def _judge_silence(self, life: Life, now: float) -> None:
-        allowed = self._orders.sample_timeout
+        allowed = self._allowed(life)
         stage, position = life.beat[0], life.beat[2]
         if allowed is not None and stage >= Stage.FETCH and life.killed_for is None:
             if stage == Stage.FETCH_MANY:
@@ -498,6 +531,13 @@ class Keeper:
         self._see(life)
         stopped = life.view is not None and life.view.state in ("T", "t")  # py-spy cannot look at such a one
         return not stopped and self._spy.awaited(life.pid, _hang_of(life))
+
+    def _allowed(self, life: Life) -> float | None:
+        """Seconds that it may take for what it does."""
+        own: int = life.pulse.words[ALLOWED]
+        if own == 0:
+            return self._orders.sample_timeout
+        return own / 1e9 if own > 0 else None
 
     def _say_quiet(self, life: Life, what: str, code: int, now: float, **facts: Any) -> None:
         on = life.pulse.place(now)

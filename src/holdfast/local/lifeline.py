@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.core.messages import Cause
 from holdfast.local import linux
-from holdfast.local.wire import LifeEnded
+from holdfast.local.wire import TASK, LifeEnded
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.slots import SMALLEST_STRIDE, Slots, stride_for
 
@@ -37,14 +37,43 @@ class Parcel(NamedTuple):
 class Lifeline:
     """The trainer's ends of one life."""
 
-    def __init__(self, life: int, tasks: int, slots: Slots) -> None:
+    def __init__(self, life: int, tasks: int, unread: int, slots: Slots) -> None:
+        """`unread`: the other end of the pipe of tasks, or -1; what the worker has not read can be taken back there."""
         self.life = life
         self.tasks = tasks
+        self._unread = unread
         self.slots = slots
         self.boxes: dict[int, int] = {}  # task -> its letter box
         self.waiting: deque[tuple[int, bytes]] = deque()  # tasks for which there is no box yet, and their payloads
+        self.unsent = b""  # TASK records
         self.pid: int | None = None
-        self.closed = False  # it was asked to leave: `tasks` is closed
+
+    def flush(self) -> None:
+        """Give the worker what is unsent. One that is dying gets nothing: its Exited is on the way."""
+        records, self.unsent = self.unsent, b""
+        if self.tasks < 0:
+            return
+        try:
+            os.write(self.tasks, records)
+        except BrokenPipeError:
+            pass  # the tasks go out again, to its next life
+
+    def hang_up(self) -> None:
+        """No more tasks: the worker leaves when it has done what it was sent."""
+        if self.tasks >= 0:
+            os.close(self.tasks)
+            self.tasks = -1
+        if self._unread >= 0:
+            os.close(self._unread)
+            self._unread = -1
+
+    def take_back(self, most: int) -> list[tuple[int, ...]]:
+        """TASK records that the worker has not read. A read takes a record or leaves it: one of us has it."""
+        try:
+            data = os.read(self._unread, TASK.size * most) if self._unread >= 0 else b""
+        except BlockingIOError:
+            return []
+        return list(TASK.iter_unpack(data))
 
 
 class Asked(Protocol):

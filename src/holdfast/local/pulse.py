@@ -2,7 +2,8 @@
 
 The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
 what it was on. The trainer writes one field: `FLOOR`. The keeper writes what it measures (`MEMORY` to `FILES`), and
-both may ask the worker to leave after its batch: `ASKED`.
+both may ask the worker to leave after its batch: `ASKED`. `ALLOWED`: nanoseconds for the task at hand, where each has
+its own; 0 for what holds for all, below 0 for as long as it takes.
 """
 
 import time
@@ -15,8 +16,8 @@ PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
 SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
 # ASKED, LEAVING: a `Leave`. BASE: private memory when it was ready. MEMORY: what it has grown by since, PEAK at most.
-ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES = range(15, 23)
-FIELDS = 23
+ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES, ALLOWED = range(15, 24)
+FIELDS = 24
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
 # From here on in the page: who sent the last signal, see local/sender.py.
@@ -35,7 +36,7 @@ class Pulse:
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES):
+        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED):
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()

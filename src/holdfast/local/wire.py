@@ -43,6 +43,14 @@ class StartLife(NamedTuple):
     stride: int
 
 
+class EndLife(NamedTuple):
+    """trainer -> keeper: this life is not wanted any more; it may take `grace_s` to leave by itself."""
+
+    worker: int
+    life: int
+    grace_s: float
+
+
 class StopAll(NamedTuple):
     """trainer -> keeper: no more work; workers may take `grace_s` to leave by themselves."""
 
@@ -102,7 +110,7 @@ class RoomLeft(NamedTuple):
     evidence: Evidence | None
 
 
-Message = RoomLeft | StartLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
+Message = RoomLeft | StartLife | EndLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
 
 
 def encode(message: Message) -> bytes:

@@ -98,6 +98,7 @@ class Wiring(NamedTuple):
     crash: int
     keeper_pid: int
     growth_bytes: int | None
+    one_by_one: bool
 
 
 class Worker:
@@ -172,7 +173,9 @@ class Worker:
         spaces: dict[int, SlotSpace] = {}
         large = False
         clock = time.monotonic_ns
-        while data := os.read(self._wiring.tasks, TASK_RECORD.size * 64):
+        # One, where others may be taken back.
+        most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
+        while data := os.read(self._wiring.tasks, most):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
                     self._announce(task, -1, Reply(Kind.ABANDONED))

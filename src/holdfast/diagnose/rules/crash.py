@@ -10,6 +10,7 @@ from holdfast.local.linux import signal_name
 
 _LAST_LINE = "the last Python line of the stack called the library that crashed; "
 _SKIP = 'Policy(bad_sample="skip") goes on without such samples'
+_RETRY = "submit_with(..., retries=1) runs a task once more that may be run twice"
 # signal -> (finding, what it means)
 _CRASHES = {
     signal.SIGSEGV: ("worker-segfault", "native code touched memory that is not its own"),
@@ -83,7 +84,8 @@ def exited(case: Case) -> Finding | None:
         "worker-exited",
         f"something in the worker ended the process with exit code {case.code}",
         (f"exit code {case.code}, no signal",),
-        "look for os._exit, or a native library that calls exit(), in what the dataset uses",
+        "look for os._exit, or a native library that calls exit(), in what "
+        + ("this task calls" if case.of_pool else "the dataset uses"),
     )
 
 

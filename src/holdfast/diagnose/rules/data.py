@@ -63,6 +63,19 @@ def samples_differ(case: Case) -> Finding | None:
     )
 
 
+def task_raised(case: Case) -> Finding | None:
+    """A task of a pool raised."""
+    if case.raised is None or not case.of_pool:
+        return None
+    return Finding(
+        "task-raised",
+        f"the task raised {case.raised.type_name}: {case.raised.text}",
+        (f"after {case.attempt} attempt(s)", *case.raised.facts),
+        "the traceback ends on the line that raised; submit_with(..., retries=3) tries again what raised one of "
+        "Policy(retry_on=...)",
+    )
+
+
 def unsendable(case: Case) -> Finding | None:
     """What the sample holds cannot leave its process."""
     if case.raised is None or case.raised.type_name != "CannotSend":
@@ -115,4 +128,4 @@ def raised(case: Case) -> Finding | None:
     )
 
 
-RULES = (retried, about_a_file, cuda_in_fork, samples_differ, unsendable, diverged, raised)
+RULES = (retried, about_a_file, cuda_in_fork, samples_differ, unsendable, diverged, task_raised, raised)

@@ -65,18 +65,21 @@ def hung(case: Case) -> Finding | None:
             name, says, advice, confidence = verdict
             return Finding(name, says, _seen(case, view), advice, confidence)
     if killed:
+        limit = "timeout" if case.of_pool else "sample_timeout"
         return Finding(
             "sample-hung",
-            f"it took longer than sample_timeout={case.sample_timeout:g} s, and was killed for it",
+            f"it took longer than {limit}={case.sample_timeout:g} s, and was killed for it",
             _seen(case, view),
             "the last line of the stack is where it waits: give that call a timeout of its own, "
-            "or raise Policy(sample_timeout=...) if it is only slow",
+            f"or raise {'timeout' if case.of_pool else 'Policy(sample_timeout=...)'} if it is only slow",
         )
     return Finding(
         "worker-silent",
         f"worker {case.worker} has said nothing for {case.code} s; it was left alone",
         _seen(case, view),
-        "set Policy(sample_timeout=seconds) to have such a worker killed and its sample tried again",
+        "submit_with(..., timeout=seconds) has such a worker killed"
+        if case.of_pool
+        else "set Policy(sample_timeout=seconds) to have such a worker killed and its sample tried again",
         "possible",
     )
 

@@ -26,8 +26,12 @@ def oom_killed(case: Case) -> Finding | None:
         "worker-oom-killed",
         f"the kernel killed it, because the memory {scope} was used up",
         (*seen, *memory_seen(evidence)),
-        'fewer workers (num_workers), a smaller prefetch_factor or batch; Policy(worker_memory="4GiB") names the '
-        "line that allocates",
+        (
+            "fewer workers (max_workers)"
+            if case.of_pool
+            else "fewer workers (num_workers), a smaller prefetch_factor or batch"
+        )
+        + '; Policy(worker_memory="4GiB") names the line that allocates',
         "certain" if evidence.kernel_log else "likely",  # a counter does not say who was killed
     )
 
@@ -123,13 +127,18 @@ def refused(case: Case) -> Finding | None:
             "likely",
         )
     limited = case.worker_memory is not None and any(fact.startswith("RLIMIT_DATA") for fact in raised.facts)
-    why = "past Policy(worker_memory=...)" if limited else "the system had no more, or the size asked for is absurd"
+    limit = "its memory limit" if case.of_pool else "Policy(worker_memory=...)"
+    why = f"past {limit}" if limited else "the system had no more, or the size asked for is absurd"
     return Finding(
         "allocation-refused",
         f"an allocation was refused: {why}; {text}",
         raised.facts,
         "the traceback ends on the line that asks for it; "
-        + ("raise worker_memory if it is right" if limited else "look at the size it asks for"),
+        + (
+            f"raise {'it' if case.of_pool else 'worker_memory'} if it is right"
+            if limited
+            else "look at the size it asks for"
+        ),
         "certain" if limited else "likely",
     )
 

@@ -38,7 +38,8 @@ def keeper_lost(case: Case) -> Finding | None:
         "keeper-lost",
         "the keeper, the process that looks after the workers, died; its workers end with it",
         ("the keeper's socket closed",),
-        "look for what kills processes on this machine; nothing is lost by it",
+        "look for what kills processes on this machine; "
+        + ("submit_with(..., retries=1) runs a task once more" if case.of_pool else "nothing is lost by it"),
     )
 
 
@@ -64,9 +65,10 @@ def killed(case: Case) -> Finding | None:
             "look at `dmesg | grep -i oom` and at the scheduler's log",
             "possible",
         )
+    who = "something outside killed it" if not case.of_pool else "something killed it, the task itself or from outside"
     return Finding(
         "worker-killed",
-        "something outside killed it, and not the kernel for memory",
+        f"{who}, and not the kernel for memory",
         (*seen, "the kernel's counters of kills for memory did not rise"),
         "look at the scheduler's log, and for whoever runs kill -9 or pkill here",
         "likely",

@@ -11,7 +11,9 @@ def boot_raised(case: Case) -> Finding | None:
         "worker-init-raised",
         f"worker {case.worker} could not start: {case.raised.type_name}: {case.raised.text}",
         ("the exception came before the worker was ready", *case.raised.facts),
-        "look at worker_init_fn and at what unpickling the dataset does; see the traceback",
+        "look at the initializer; see the traceback"
+        if case.of_pool
+        else "look at worker_init_fn and at what unpickling the dataset does; see the traceback",
     )
 
 

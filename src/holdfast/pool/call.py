@@ -1,0 +1,100 @@
+"""One call on its way: what to run, under which limits, and the future that waits for it.
+
+Made by whoever submits; from then on the dispatcher's thread owns it, and the user only its future.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, RUNNING
+from typing import Any
+
+from holdfast.pool.letter import Letter
+
+
+class PoolFuture(Future[Any]):
+    """A future that can be cancelled while its task runs: the worker is killed, and another takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._withdraw: Callable[[], None] | None = None
+
+    def on_cancel(self, withdraw: Callable[[], None]) -> None:
+        """`withdraw()` is called, in the thread that cancels, when a running task is not wanted any more."""
+        self._withdraw = withdraw
+
+    def cancel(self) -> bool:
+        with self._condition:
+            withdraw = self._withdraw if self._state == RUNNING else None
+            self._withdraw = None if withdraw is not None else self._withdraw
+            if withdraw is not None:
+                # As `set_running_or_notify_cancel` does it for one that has not begun.
+                self._state = CANCELLED_AND_NOTIFIED
+                for waiter in self._waiters:
+                    waiter.add_cancelled(self)
+                self._condition.notify_all()
+            elif self._state in (RUNNING, FINISHED):
+                return False
+        if withdraw is None:
+            return super().cancel()
+        withdraw()
+        self._invoke_callbacks()  # type: ignore[attr-defined]
+        return True
+
+    def settle(self, result: Any, error: BaseException | None) -> bool:
+        """The outcome; False when it was cancelled meanwhile, and nobody wants it."""
+        with self._condition:
+            if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED):
+                return False
+            # Callbacks must not run under the lock; RUNNING is left by nobody but `cancel`, which waits for it.
+            self._withdraw = None
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+        return True
+
+
+class Call:
+    """`number`: of all calls of this pool, from 0 on. `lives`: how often it may be begun."""
+
+    __slots__ = ("args", "fn", "future", "kwargs", "letter", "lives", "memory", "name", "number", "timeout_s")
+
+    def __init__(
+        self,
+        number: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        lives: int,
+        timeout_s: float | None,
+        memory: int,
+    ) -> None:
+        self.number = number
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self.name = name
+        self.lives = lives
+        self.timeout_s = timeout_s
+        self.memory = memory
+        self.future = PoolFuture()
+        self.letter: Letter | None = None
+
+    def close(self) -> None:
+        """It is done with, one way or another: let go of what it holds."""
+        if self.letter is not None:
+            self.letter.close()
+            self.letter = None
+        self.fn, self.args, self.kwargs = _nothing, (), {}
+
+
+def _nothing() -> None:
+    """Stands where a function was."""
+
+
+def name_of(fn: object) -> str:
+    """A function as people call it: the name of what a partial calls, of a method with its class."""
+    inner = getattr(fn, "func", fn)
+    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)

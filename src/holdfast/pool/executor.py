@@ -1,0 +1,311 @@
+"""Pool: a drop-in for `concurrent.futures.ProcessPoolExecutor` whose workers may die.
+
+Here is what the user sees and sets; the work is done by the dispatcher's thread. Workers start with the first call.
+"""
+
+import atexit
+import itertools
+import multiprocessing
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from holdfast.core.crew import Crew
+from holdfast.core.ledger import Ledger
+from holdfast.diagnose.report import Incident, Record, Report
+from holdfast.errors import HoldfastError
+from holdfast.local.host import LocalHost
+from holdfast.local.lifeline import WorkerHandle
+from holdfast.local.room import growth_bytes
+from holdfast.policy import Policy, parse_bytes
+from holdfast.pool.call import Call, name_of
+from holdfast.pool.dispatch import Dispatcher
+from holdfast.pool.feed import Feed, ahead_of, chunks_of, run_chunk
+from holdfast.pool.job import PoolJob
+from holdfast.pool.letter import LetterWriter, MainModule
+from holdfast.pool.tell import Teller
+
+# Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
+# alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
+DEPTH = 16
+_COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "restarts")
+
+
+class Pool(Executor):
+    """Runs calls in worker processes. One that kills its worker fails alone, with a `TaskLost` that says why.
+
+    Takes what ProcessPoolExecutor takes, and besides:
+
+    policy: `retries`, `retry_on`, `retry_delay` for calls that raise or are lost; `sample_timeout`: seconds for a call;
+    `worker_memory`: for a worker. None: no retries, and HOLDFAST_* variables for the rest.
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        mp_context: Any = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        *,
+        max_tasks_per_child: int | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        if max_workers is None:
+            max_workers = len(os.sched_getaffinity(0))
+        elif max_workers <= 0:
+            raise ValueError("max_workers must be greater than 0")
+        if initializer is not None and not callable(initializer):
+            raise TypeError("initializer must be a callable")
+        if max_tasks_per_child is not None:
+            if not isinstance(max_tasks_per_child, int):
+                raise TypeError("max_tasks_per_child must be an integer")
+            if max_tasks_per_child <= 0:
+                raise ValueError("max_tasks_per_child must be >= 1")
+        if policy is None:
+            # A call may not be safe to run twice. That is never decided from outside.
+            policy = replace(Policy.from_environment(), retries=0)
+        elif not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a holdfast.Policy, not {policy!r}")
+        context = multiprocessing.get_context(mp_context) if isinstance(mp_context, str) else mp_context
+        method = (context if context is not None else multiprocessing.get_context()).get_start_method()
+        self.policy = policy
+        self._workers = max_workers
+        self._method: str = method
+        self._job = PoolJob(initializer, initargs, policy.retry_on, policy.retry_delay)
+        self._share = max_tasks_per_child
+        self._record = Record()
+        self._numbers = itertools.count()
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._dispatcher: Dispatcher | None = None
+        self._shut = False
+        self._feeds: list[Feed] = []
+
+    # Calls ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """`fn(*args, **kwargs)` in a worker."""
+        return self._submit(fn, args, kwargs)
+
+    def submit_with(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        retries: int | None = None,
+        memory: int | str | None = None,
+        **kwargs: Any,
+    ) -> Future[Any]:
+        """The same, with limits of its own.
+
+        timeout: seconds, counted from its start; then its stack is taken, it is killed, and the future has a
+        TimeoutError. retries: how often it may be run again after it was lost, timed out, or raised one of
+        `Policy.retry_on`. memory: bytes, or like "2GiB", that it may allocate; beyond that, MemoryError at the line.
+        """
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout must be None or seconds above 0, not {timeout!r}")
+        if retries is not None and retries < 0:
+            raise ValueError(f"retries must be 0 or more, not {retries!r}")
+        size = parse_bytes(memory) if isinstance(memory, str) else memory or 0
+        return self._submit(fn, args, kwargs, timeout=timeout, retries=retries, memory=size)
+
+    def _submit(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+        retries: int | None = None,
+        memory: int = 0,
+    ) -> Future[Any]:
+        dispatcher = self._dispatcher
+        if dispatcher is None or self._shut or dispatcher.broken is not None or os.getpid() != self._owner:
+            dispatcher = self._opened()
+        policy = self.policy
+        call = Call(
+            next(self._numbers),
+            fn,
+            args,
+            kwargs,
+            name=name or name_of(fn),
+            lives=1 + (policy.retries if retries is None else retries),
+            timeout_s=policy.sample_timeout if timeout is None else timeout,
+            memory=memory,
+        )
+        if not dispatcher.submit(call):
+            raise self._refusal()
+        return call.future
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Iterator[Any]:
+        """`fn` of every item, in order. `chunksize` items make one task, and are lost together.
+
+        `buffersize`: at most so many tasks are drawn beyond those whose results were taken. Without it, everything is,
+        but of a generator no more than 10,000 before results are taken. `return_exceptions`: the exception of an item
+        comes in the place of its result, and the others go on.
+        """
+        if chunksize < 1:
+            raise ValueError("chunksize must be >= 1.")
+        if buffersize is not None and not isinstance(buffersize, int):
+            raise TypeError("buffersize must be an integer or None")
+        if buffersize is not None and buffersize < 1:
+            raise ValueError("buffersize must be None or > 0")
+        if return_exceptions and chunksize > 1:
+            raise ValueError("return_exceptions needs chunksize=1: the items of a chunk have one outcome")
+        calls: Iterator[Any] = zip(*iterables, strict=False)
+        submit: Any = partial(_call if chunksize == 1 else _call_chunk, self, fn)
+        if chunksize > 1:
+            calls = chunks_of(calls, chunksize)
+        feed = Feed(submit, calls, ahead_of(iterables, buffersize), return_exceptions)
+        feed.fill()
+        if buffersize is None and not feed.over:
+            self._feeds = [other for other in self._feeds if not other.over] + [feed]
+        results = feed.results(timeout)
+        return results if chunksize == 1 else itertools.chain.from_iterable(results)
+
+    # The crew ------------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Dispatcher:
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"this pool belongs to process {self._owner}; a forked child needs one of its own")
+        with self._lock:
+            if self._shut or (self._dispatcher is not None and self._dispatcher.broken is not None):
+                raise self._refusal()
+            if self._dispatcher is None:
+                self._dispatcher = self._start()
+            return self._dispatcher
+
+    def _refusal(self) -> Exception:
+        broken = self._broken
+        if broken is not None:
+            again: HoldfastError = type(broken)(*broken.args)
+            again.__cause__ = broken.__cause__
+            return again
+        return RuntimeError("cannot schedule new futures after shutdown")
+
+    @property
+    def _broken(self) -> HoldfastError | None:
+        return self._dispatcher.broken if self._dispatcher is not None else None
+
+    # Names that others look for in the standard library's pool, though they are private there.
+
+    @property
+    def _max_workers(self) -> int:
+        return self._workers
+
+    @property
+    def _processes(self) -> dict[int, WorkerHandle]:
+        handles = self._dispatcher.handles if self._dispatcher is not None else []
+        return {handle.pid or -1 - i: handle for i, handle in enumerate(handles)}
+
+    def _start(self) -> Dispatcher:
+        policy, fork = self.policy, self._method == "fork"
+        depth = DEPTH if self._share is None else 1
+        calls: dict[int, Call] = {}
+        growth = growth_bytes(policy.worker_bytes, self._workers)
+        host = LocalHost(
+            self._workers,
+            depth,
+            self._job,
+            fork=fork,
+            sample_timeout=None,
+            growth_bytes=growth,
+            take_back=True,
+        )
+        # Attempts are counted, nobody is judged: a task that may not run twice must not, whoever killed its worker.
+        plain = replace(policy, bad_sample="raise")
+        crew = Crew(self._workers, self._workers, adapt=False)
+        crew.room(*host.room)
+        allowed = crew.allowed.workers
+        ledger = Ledger(self._workers, depth, plain, in_order=False, allowed=allowed, share=self._share, even=True)
+        teller = Teller(self._record, policy, growth, self._method, calls)
+        dispatcher = Dispatcher(host, ledger, crew, LetterWriter(MainModule(fork)), teller, calls, depth)
+        dispatcher.start()
+        # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
+        weakref.finalize(self, dispatcher.close).atexit = False
+        atexit.register(dispatcher.finish)
+        return dispatcher
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """No more calls. `wait`: until all are done and every process has ended."""
+        if os.getpid() != self._owner:
+            return
+        if wait and not cancel_futures and not self._shut:
+            while self._feeds:
+                self._feeds.pop().drain()
+        self._feeds.clear()
+        with self._lock:
+            self._shut = True
+            dispatcher = self._dispatcher
+        if dispatcher is not None:
+            dispatcher.close(cancel=cancel_futures)
+            if wait:
+                dispatcher.join()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        """Ctrl-C ends what runs: workers do not hear it by themselves."""
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.kill_workers()
+        else:
+            self.shutdown()
+
+    def kill_workers(self) -> None:
+        """End all processes at once. Tasks that run are lost, others cancelled; the pool takes no more."""
+        with self._lock:
+            self._shut = True
+            dispatcher = self._dispatcher
+        if dispatcher is not None and os.getpid() == self._owner:
+            dispatcher.kill()
+            dispatcher.join()
+
+    # A worker notes SIGTERM and goes on, see local/worker.py: there is no milder way.
+    terminate_workers = kill_workers
+
+    # What happened -------------------------------------------------------------------------------------------------
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """All that went wrong so far, oldest first (the first thousand)."""
+        return tuple(self._record.incidents)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals so far, and how many calls run and wait right now."""
+        counts, dispatcher = self._record.counts, self._dispatcher
+        return {name: counts[name] for name in _COUNTS} | {
+            "running": dispatcher.running if dispatcher is not None else 0,
+            "waiting": dispatcher.waiting if dispatcher is not None else 0,
+            "workers": self._workers,
+        }
+
+    def report(self) -> Report:
+        """What happened so far: `print(pool.report())`, or `.to_json()`."""
+        s = self.stats()
+        summary = (
+            f"{s['done']} of {s['submitted']} tasks done, {s['raised']} of them raised, {s['lost']} were lost; "
+            f"{s['cancelled']} cancelled, {s['retries']} retries, {s['restarts']} workers restarted"
+        )
+        return Report(self._record, s, summary)
+
+
+def _call(pool: Pool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+    return pool._submit(fn, args, {})
+
+
+def _call_chunk(pool: Pool, fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> Future[Any]:
+    return pool._submit(run_chunk, (fn, chunk), {}, name=name_of(fn))

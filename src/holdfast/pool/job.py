@@ -1,0 +1,139 @@
+"""What a worker of a pool does: open the letter, call, put the result into the slot. Runs in the worker only."""
+
+import logging
+import pickle
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from holdfast.core.messages import Stage
+from holdfast.local import birth, limits
+from holdfast.local.pulse import ALLOWED, RETRIES, Pulse
+from holdfast.local.raised import Raised, capture
+from holdfast.local.wire import Kind
+from holdfast.local.worker import Reply
+from holdfast.pool.letter import Head, head_of, open_letter
+from holdfast.shm.memory import new_file
+from holdfast.shm.pack import Packer
+from holdfast.shm.place import FileSpace, Full, SlotSpace
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A task that ends in an exception. `unopened`: it was not even called. `unknown`: a name of `__main__` was."""
+
+    raised: Raised
+    stage: Stage
+    attempts: int
+    unopened: bool = False
+    unknown: bool = False
+
+
+class PoolJob:
+    """See local/worker.py for who calls what when."""
+
+    def __init__(
+        self,
+        initializer: Callable[..., object] | None,
+        initargs: tuple[Any, ...],
+        retry_on: tuple[type[BaseException], ...],
+        retry_delay: float,
+    ) -> None:
+        self._initializer = initializer
+        self._initargs = initargs
+        self._retry_on = retry_on
+        self._retry_delay = retry_delay
+        self._pulse: Pulse
+        self._packer: Packer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In the trainer, while a keeper is being spawned: by value what would not be found there by its name."""
+        if birth.main_is_importable():
+            return vars(self)
+        by_value = cloudpickle.dumps((self._initializer, self._retry_on))
+        return {**vars(self), "_initializer": None, "_retry_on": (), "_by_value": by_value}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        by_value = state.pop("_by_value", None)
+        vars(self).update(state)
+        if by_value is not None:
+            self._initializer, self._retry_on = pickle.loads(by_value)
+
+    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._packer = Packer()
+        # Threads of OpenMP do not survive a fork, and as many workers as processors need no more.
+        torch.set_num_threads(1)
+        pulse.enter(Stage.INIT)
+        if self._initializer is not None:
+            try:
+                self._initializer(*self._initargs)
+            except BaseException:
+                # Where the standard library's pool says it, and people look for it.
+                logging.getLogger("concurrent.futures").critical("Exception in initializer:", exc_info=True)
+                raise
+
+    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
+        head = head_of(payload)
+        attempt = head.attempt
+        while True:
+            self._pulse.words[ALLOWED] = head.allowed_ns
+            self._pulse.enter(Stage.FETCH)
+            attempt += 1
+            done = self._attempt(head, payload, attempt, space)
+            if isinstance(done, Reply):
+                return done
+            failure, again = done
+            if not again or attempt >= head.attempts:
+                space.clear()
+                return Reply(Kind.ERROR, *self._packer.pack(failure, space))
+            self._pulse.words[RETRIES] += 1
+            time.sleep(self._retry_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+
+    def _attempt(self, head: Head, payload: memoryview, attempt: int, space: SlotSpace) -> Reply | tuple[Failure, bool]:
+        """The reply; or what went wrong, and whether it is worth another attempt."""
+        try:
+            fn, args, kwargs = open_letter(head, payload)
+        except BaseException as error:  # user code: __setstate__, modules that are imported
+            unknown = isinstance(error, AttributeError) and "_main__'" in str(error) and not head.by_value
+            return Failure(capture(error), Stage.BOOT, attempt, True, unknown), False
+        try:
+            with _limited(head.memory):
+                result = fn(*args, **kwargs)
+        except BaseException as error:  # user code
+            facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
+            facts = facts if isinstance(error, MemoryError) else ()
+            return Failure(capture(error, facts), Stage.FETCH, attempt), isinstance(error, self._retry_on)
+        self._pulse.enter(Stage.SEND)
+        content = (attempt - 1 - head.attempt or None, result)
+        try:
+            return Reply(Kind.BATCH, *self._packer.pack(content, space))
+        except Full:
+            fd = new_file("result", 0)
+            return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)
+        except BaseException as error:  # user code again: __reduce__, __getstate__
+            return Failure(capture(error), Stage.SEND, attempt), False
+
+    def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
+        return birth.pack_error(error, space)
+
+
+@contextmanager
+def _limited(size: int) -> Iterator[None]:
+    """An allocation fails once the process has `size` bytes more than now; 0: no limit of its own."""
+    if not size:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limits.limit_growth(size)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

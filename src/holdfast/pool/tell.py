@@ -1,0 +1,151 @@
+"""What the user of a pool is told: lost tasks and failures become exceptions. Deaths: see diagnose/voice.py."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from holdfast.core.messages import Cause, Exited, Lost, Note, Stage, Stop
+from holdfast.diagnose.finding import Case
+from holdfast.diagnose.report import Record, incident_of, where
+from holdfast.diagnose.voice import Voice
+from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout
+from holdfast.local.raised import Raised, rebuild, to_raise
+from holdfast.policy import Policy
+from holdfast.pool.call import Call
+from holdfast.pool.job import Failure
+
+
+class Teller(Voice):
+    """One pool's. `calls`: those that are with workers, by number."""
+
+    def __init__(
+        self,
+        record: Record,
+        policy: Policy,
+        growth_bytes: int | None,
+        start_method: str,
+        calls: Mapping[int, Call],
+    ) -> None:
+        blank = Case(
+            what="exited",
+            worker=0,
+            sample_timeout=policy.sample_timeout,
+            worker_memory=growth_bytes,
+            start_method=start_method,
+            call="",
+        )
+        super().__init__(record, blank)
+        self._policy = policy
+        self._calls = calls
+
+    def name(self, task: int, position: int) -> dict[str, Any]:
+        call = self._calls.get(task)
+        return {} if call is None else _about(call)
+
+    def death(self, note: Note) -> Case:
+        """In a pool nobody is judged: a task has a number of attempts, and that is all."""
+        if not note.needed:
+            did = "started a new worker; no task was lost"
+        elif note.strike < note.needed:
+            did = "started a new worker, which runs the task again"
+        else:
+            did = "started a new worker; the task is not run again, its future has this error"
+        return replace(super().death(note._replace(did=did)), strike=0, needed=0)
+
+    # One task ------------------------------------------------------------------------------------------------------
+
+    def lost(self, call: Call, lost: Lost) -> HoldfastError:
+        """It ended its last life: the error for its future."""
+        case = replace(self.death(Note(lost.event, "", lost.attempts, lost.attempts)), **_about(call))
+        incident = incident_of(case)
+        kind = TaskTimeout if lost.event.cause is Cause.DEADLINE else TaskLost
+        return kind(str(incident), call.number, call.name, case.worker, incident.stack or None)
+
+    def killed(self, call: Call) -> TaskLost:
+        """Its worker was killed because the user wanted all of them killed."""
+        text = f"task {call.number} ({call.name}) was lost: kill_workers() or terminate_workers() ended its worker"
+        return TaskLost(text, call.number, call.name)
+
+    def failure(self, call: Call, failure: Failure, worker: int, pid: int) -> BaseException:
+        """The task raised: the error for its future."""
+        case = replace(
+            self.blank,
+            what="raised",
+            worker=worker,
+            worker_memory=call.memory or self.blank.worker_memory,
+            pid=pid,
+            stage=failure.stage,
+            attempt=failure.attempts,
+            raised=failure.raised,
+            did="its future has this error",
+            **_about(call),
+        )
+        incident = incident_of(case)
+        self.record.add(incident)
+        self.record.counts["retries"] += failure.attempts - 1
+        if failure.unopened:
+            return self._unopened(call, worker, failure.raised)
+        told = f"in worker {worker} (pid {pid}) {where(case)}"
+        if incident.finding != "task-raised":  # which says no more than the exception does
+            told += f"\n  {incident.finding}: {incident.says}"
+        error = rebuild(failure.raised)
+        if error is None:
+            return to_raise(failure.raised, told, None, worker)
+        # As itself whatever it is: it ends nothing before somebody asks the future for it.
+        error.add_note(told)
+        error.__cause__ = RemoteTraceback(failure.raised.traceback)
+        return error
+
+    def _unopened(self, call: Call, worker: int, raised: Raised) -> TaskLost:
+        error = TaskLost(
+            f"task {call.number} ({call.name}) was lost: worker {worker} could not unpickle it: "
+            f"{raised.type_name}: {raised.text}\n"
+            "    did    nothing: it was not called\n"
+            "    try    pickle.loads(pickle.dumps((function, arguments))) in a fresh interpreter",
+            call.number,
+            call.name,
+            worker,
+        )
+        error.__cause__ = rebuild(raised) or RemoteTraceback(raised.traceback)
+        return error
+
+    def unreadable(self, call: Call, cause: BaseException) -> TaskLost:
+        """The result came, and unpickling it raised."""
+        error = TaskLost(
+            f"the result of task {call.number} ({call.name}) was lost: unpickling it here raised "
+            f"{type(cause).__name__}: {cause}\n"
+            "    did    nothing more: the task itself had ended well\n"
+            "    try    pickle.loads(pickle.dumps(result)) on what the function returns",
+            call.number,
+            call.name,
+        )
+        error.__cause__ = cause
+        return error
+
+    # All of them ---------------------------------------------------------------------------------------------------
+
+    def boot_failure(self, raised: Raised, worker: int) -> PoolBroken:
+        """A worker could not start."""
+        incident = self.tell(replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised))
+        error = PoolBroken(f"the initializer of the pool raised, so no worker can start\n{incident}")
+        error.__cause__ = to_raise(raised, f"in worker {worker} while it started", None, worker)
+        return error
+
+    def stop(self, stop: Stop) -> PoolBroken:
+        """Workers do not stay."""
+        event = stop.event
+        assert isinstance(event, Exited)
+        incident = incident_of(replace(self.death(Note(event, "", 0, 0)), did="gave up: all tasks fail"))
+        why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
+        if event.cause is Cause.KEEPER:
+            why = (
+                "the keeper, the process between this one and the workers, ends again and again; it may have printed "
+                'why. With spawn: does the main module start its work under if __name__ == "__main__"? Last:'
+            )
+        elif event.on is not None and event.on.stage < Stage.IDLE:
+            why = "workers die before they are ready; the last:"
+        return PoolBroken(f"{why}\n{incident}")
+
+
+def _about(call: Call) -> dict[str, Any]:
+    return {"task": call.number, "call": call.name, "attempts": call.lives, "sample_timeout": call.timeout_s}
