@@ -382,10 +382,15 @@ class LocalHost:
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         self._thread = threading.get_ident()
+        self._rung = False
+        if self._takes_back:
+            self.flush()
         # The keeper is listened to each time, also while other workers keep us busy.
         for fd, _ in self._poll.poll(0):
             if fd == self._results:
                 self._drain()
+            elif fd == self._bell:
+                self._answer_bell()
             else:
                 self._hear_keeper()
         if not self._events and timeout_s != 0:
@@ -395,7 +400,7 @@ class LocalHost:
 
     def _sleep(self, timeout_s: float | None) -> None:
         limit = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._events:
+        while not self._events and not self._rung:
             now = time.monotonic()
             until = min(
                 limit or float("inf"),
@@ -405,8 +410,11 @@ class LocalHost:
             ready = self._look_a_while() or self._poll.poll(wait_ms)
             self._quick = time.monotonic() - now < SPIN_S
             control = self._control.fileno()
-            if any(fd == control for fd, _ in ready):
-                self._hear_keeper()
+            for fd, _ in ready:
+                if fd == control:
+                    self._hear_keeper()
+                elif fd == self._bell:
+                    self._answer_bell()
             self._drain()
             if not ready:
                 if not self._keeper_up and time.monotonic() >= self._keeper_due:
