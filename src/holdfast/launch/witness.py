@@ -19,7 +19,7 @@ from pathlib import Path
 
 from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import Case
-from holdfast.launch.rank import PAGE, TOLD_SIGNALS
+from holdfast.launch.rank import PAGE, tell_senders
 from holdfast.launch.tell import finding_of
 from holdfast.local import linux
 from holdfast.local.cgroups import group_of
@@ -60,7 +60,7 @@ class Witness:
             self._be(pidfd)
         os.close(pidfd)
         faulthandler.enable(file=self._crash, all_threads=True)
-        self._note.install(TOLD_SIGNALS)
+        tell_senders(self._memory)
         os.register_at_fork(after_in_child=faulthandler.disable)
 
     def _be(self, pidfd: int) -> None:
