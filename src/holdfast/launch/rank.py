@@ -29,8 +29,9 @@ from holdfast.local.raised import Raised, capture
 from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory
 
-# A page in which the sender of a signal is noted.
+# A page in which the sender of a signal is noted, and in its last byte that the rank has come as far as our own code.
 PAGE = 4096
+ENTERED = PAGE - 1
 # Signals whose sender is worth knowing; they do what they always do.
 TOLD_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # An exception that carries more than this travels as text.
@@ -112,7 +113,9 @@ class Card:
         before = faulthandler.is_enabled()
         faulthandler.enable(file=self._ends.crash, all_threads=True)
         faulthandler.register(linux.DUMP_SIGNAL, file=self._ends.crash, all_threads=True)
-        tell_senders(Memory(self._ends.page, PAGE))
+        memory = Memory(self._ends.page, PAGE)
+        memory.view[ENTERED] = 1
+        tell_senders(memory)
         os.register_at_fork(after_in_child=faulthandler.enable if before else faulthandler.disable)
 
     def say(self, said: Said) -> None:
@@ -131,7 +134,7 @@ def _stream(number: int) -> Any:
 
 def tell_senders(memory: Memory) -> None:
     """From now on who sends a signal is noted there. It stays mapped to the very end: a signal may come as late."""
-    SenderNote(memory, 0, PAGE).install(TOLD_SIGNALS)
+    SenderNote(memory, 0, ENTERED).install(TOLD_SIGNALS)
     atexit.register(id, memory)
 
 
