@@ -19,7 +19,7 @@ import holdfast
 
 def train(rank: int, steps: int, folder: str) -> None:
     dist.init_process_group("gloo")  # where to meet is in the environment
-    torch.manual_seed(0)
+    torch.manual_seed(rank)  # data of its own; the weights are rank 0's
     model = DistributedDataParallel(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint = Path(folder) / "checkpoint.pt"

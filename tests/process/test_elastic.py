@@ -56,6 +56,9 @@ def test_so_has_that_of_a_rank_that_was_killed(how, finding, words, tmp_path):
     for attempt in range(4):
         text, files = torchrun(how, tmp_path / str(attempt))
         assert re.search(r"rank +: 1 \(local_rank: 1\)", root_cause(text))
+        assert how == "segfault" or "SIGSEGV" not in text  # rank 0 is stopped by torchrun, and does not crash for that
+        if 0 in files:  # torchrun may have stopped it before it had noticed
+            assert files[0]["message"]["extraInfo"]["holdfast"]["finding"] == "rank-failed-first"
         if 1 in files:
             break
     check(files[1], finding, words)

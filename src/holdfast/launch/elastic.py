@@ -14,19 +14,27 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import errors
 
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.launch.cause import End, How, how
-from holdfast.launch.tell import echo_finding, ending, finding_of
+from holdfast.launch.tell import ending, finding_of
 from holdfast.launch.witness import Witness
 from holdfast.local.raised import capture
 
 # More than the agent takes to notice a death (0.1 s) on the busiest machine.
 ECHO_S = 10
 
+_LOST_PEER = Finding(
+    "rank-failed-first",
+    "this rank lost the connection to another one, which had died or left before",
+    (),
+    "look at the rank that failed first; this one only noticed",
+    "likely",
+)
 _Main = TypeVar("_Main", bound=Callable[..., Any])
 
 
@@ -55,7 +63,9 @@ class ErrorHandler(errors.ErrorHandler):
         raised = case.raised
         said = f"{raised.type_name}: {raised.text}" if raised is not None else ""
         echo = how(End(case.worker, 0, 1, said)) is How.ECHO
-        finding = echo_finding(("another rank ended before it, or the network failed",)) if echo else finding_of(case)
+        finding = _LOST_PEER if echo else finding_of(case)
+        advice = finding.advice.replace("Policy(restarts=3)", "torchrun --max-restarts=3")
+        finding = replace(finding, advice=advice)
         stack = raised.traceback if raised is not None else case.evidence.stack if case.evidence is not None else ""
         data = {
             "message": {

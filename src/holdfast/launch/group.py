@@ -20,7 +20,7 @@ from holdfast.launch.cause import How, Verdict, how, judge
 from holdfast.launch.life import Rank
 from holdfast.launch.output import Output
 from holdfast.launch.parcel import Parcel
-from holdfast.launch.rank import PAGE, Card, Ends
+from holdfast.launch.rank import ENTERED, PAGE, Card, Ends
 from holdfast.local import forks, linux
 from holdfast.local.oom import OomWatch
 from holdfast.local.sender import SenderNote
@@ -86,7 +86,7 @@ class Group:
         pidfd = linux.open_pidfd(process.pid)
         self._mine |= {crash} if pidfd is None else {crash, pidfd}
         watched = process.sentinel if pidfd is None else pidfd
-        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, SenderNote(memory, 0, PAGE)))
+        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, SenderNote(memory, 0, ENTERED)))
         for fd in (words, watched):
             self._poll.register(fd, select.POLLIN)
 

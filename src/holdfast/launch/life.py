@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.launch.cause import End
-from holdfast.launch.rank import HEAD, Said
+from holdfast.launch.rank import ENTERED, HEAD, Said
 from holdfast.local import linux, procfs
 from holdfast.local.cgroups import group_of
 from holdfast.local.evidence import Evidence, shm_free, worlds
@@ -52,6 +52,11 @@ class Rank:
     @property
     def pid(self) -> int:
         return int(self.process.pid)
+
+    @property
+    def entered(self) -> bool:
+        """False while it imports the main module, and what it needs."""
+        return bool(self.memory.view[ENTERED])
 
     @property
     def failed(self) -> bool:

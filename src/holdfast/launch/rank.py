@@ -5,6 +5,7 @@ not run while native code holds the GIL. So each rank holds the reading end of a
 has, and has asked the kernel to send SIGKILL when that end is closed, by whatever end of the trainer.
 """
 
+import atexit
 import faulthandler
 import fcntl
 import os
@@ -28,8 +29,9 @@ from holdfast.local.raised import Raised, capture
 from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory
 
-# A page in which the sender of a signal is noted.
+# A page in which the sender of a signal is noted, and in its last byte that the rank has come as far as our own code.
 PAGE = 4096
+ENTERED = PAGE - 1
 # Signals whose sender is worth knowing; they do what they always do.
 TOLD_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # An exception that carries more than this travels as text.
@@ -111,9 +113,9 @@ class Card:
         before = faulthandler.is_enabled()
         faulthandler.enable(file=self._ends.crash, all_threads=True)
         faulthandler.register(linux.DUMP_SIGNAL, file=self._ends.crash, all_threads=True)
-        self._memory = Memory(self._ends.page, PAGE)
-        note = SenderNote(self._memory, 0, PAGE)
-        note.install(TOLD_SIGNALS)
+        memory = Memory(self._ends.page, PAGE)
+        memory.view[ENTERED] = 1
+        tell_senders(memory)
         os.register_at_fork(after_in_child=faulthandler.enable if before else faulthandler.disable)
 
     def say(self, said: Said) -> None:
@@ -128,6 +130,12 @@ class Card:
 
 def _stream(number: int) -> Any:
     return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def tell_senders(memory: Memory) -> None:
+    """From now on who sends a signal is noted there. It stays mapped to the very end: a signal may come as late."""
+    SenderNote(memory, 0, ENTERED).install(TOLD_SIGNALS)
+    atexit.register(id, memory)
 
 
 def die_with(alive: int) -> None:

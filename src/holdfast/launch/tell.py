@@ -36,7 +36,7 @@ def case_of(rank: Rank, did: str = "") -> Case:
         what = "boot" if said.what == "boot" else "raised"
         return Case(what=what, worker=rank.number, pid=rank.pid, raised=said.raised, did=did)  # type: ignore[arg-type]
     return Case(
-        what="exited",
+        what="exited" if rank.entered or code <= 0 else "boot",
         worker=rank.number,
         pid=rank.pid,
         cause=Cause.SIGNAL if code < 0 else Cause.EXIT,
@@ -49,6 +49,15 @@ def case_of(rank: Rank, did: str = "") -> Case:
 def finding_of(case: Case) -> Finding:
     """Why, in words for ranks."""
     raised = case.raised
+    if case.what == "boot" and raised is None:
+        return Finding(
+            "rank-cannot-start",
+            "the process ended before it came to the function: most often because importing the main module raised",
+            (f"exit code {case.code}, before the function was reached",),
+            'its output, below, says why; a script starts its ranks under `if __name__ == "__main__":` only, for each '
+            "rank imports it",
+            "likely",
+        )
     if case.what == "boot" and raised is not None:
         return Finding(
             "rank-cannot-start",
@@ -97,8 +106,8 @@ def _short(text: str) -> str:
 
 def ending(case: Case) -> str:
     """torch's own words, which people search for."""
-    if case.what == "boot":
-        return "could not start"
+    if case.what == "boot" and case.raised is not None:
+        return f"could not start: {case.raised.type_name}: {_short(case.raised.text)}"
     if case.raised is not None:
         return f"raised {case.raised.type_name}: {_short(case.raised.text)}"
     if case.cause is Cause.SIGNAL:

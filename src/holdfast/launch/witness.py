@@ -19,7 +19,7 @@ from pathlib import Path
 
 from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import Case
-from holdfast.launch.rank import PAGE, TOLD_SIGNALS
+from holdfast.launch.rank import ENTERED, PAGE, tell_senders
 from holdfast.launch.tell import finding_of
 from holdfast.local import linux
 from holdfast.local.cgroups import group_of
@@ -42,7 +42,7 @@ class Witness:
         page = new_file("page", PAGE)
         self._memory = Memory(page, PAGE)
         os.close(page)
-        self._note = SenderNote(self._memory, 0, PAGE)
+        self._note = SenderNote(self._memory, 0, ENTERED)
         self._began = time.monotonic()
         self._number = int(os.environ.get("RANK", "0"))
 
@@ -60,7 +60,7 @@ class Witness:
             self._be(pidfd)
         os.close(pidfd)
         faulthandler.enable(file=self._crash, all_threads=True)
-        self._note.install(TOLD_SIGNALS)
+        tell_senders(self._memory)
         os.register_at_fork(after_in_child=faulthandler.disable)
 
     def _be(self, pidfd: int) -> None:
