@@ -15,7 +15,7 @@ The rules:
  8. The same events give the same actions.
  9. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
     do it once more. One that is withdrawn takes its worker with it, and nobody else.
-10. `spread`: nobody waits behind another task while a worker has nothing to do.
+10. `spread`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
 """
 
 import signal
@@ -112,7 +112,19 @@ class Task:
 class Worker:
     """One worker, in its present life."""
 
-    __slots__ = ("boot_deaths", "drawn", "id", "leaving", "life", "open", "ready", "served", "stalls", "tasks")
+    __slots__ = (
+        "boot_deaths",
+        "drawn",
+        "id",
+        "leaving",
+        "life",
+        "open",
+        "ready",
+        "served",
+        "stalls",
+        "started",
+        "tasks",
+    )
 
     def __init__(self, id: int, life: int, ready: bool) -> None:
         self.id = id
@@ -123,6 +135,7 @@ class Worker:
         self.tasks: dict[int, Task] = {}  # in the order they were sent
         self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
+        self.started = False  # or it was not needed yet
         self.served = 0  # tasks finished in this life
         self.leaving = False  # this life was asked to end: it gets no more tasks
 
@@ -226,7 +239,7 @@ class Ledger:
                 return self._boot_failed(event)
             case Opened():
                 self._opened_at = event.at
-                return [Start(w.id, w.life) for w in self._workers] if self._fresh else ()
+                return [Start(w.id, w.life) for w in self._workers] if self._fresh and not self._spread else ()
 
     # The everyday path ---------------------------------------------------------------------------------------------
 
@@ -241,7 +254,15 @@ class Ledger:
         if not self._capacity:
             self._backlog.append(task)
             return ()
-        return (self._give(self._choose(), task),)
+        return self._give_to_somebody(task)
+
+    def _give_to_somebody(self, task: Task) -> Sequence[Action]:
+        worker = self._choose()
+        send = self._give(worker, task)
+        if worker.started or not self._spread:
+            return (send,)
+        worker.started = True
+        return (Start(worker.id, worker.life), send)
 
     def _choose(self) -> Worker:
         """Who gets the next task: somebody who has nothing to do, if there is one."""
@@ -325,7 +346,7 @@ class Ledger:
             return (self._give(worker, self._backlog.popleft()),)
         self._capacity.append(worker)
         if self._spread and not worker.tasks:
-            self._idle.append(worker)
+            self._idle.appendleft(worker)  # before those that are not started yet
         return ()
 
     def _withdrawn(self, event: Withdrawn) -> Sequence[Action]:
@@ -359,7 +380,7 @@ class Ledger:
         if not self._capacity:
             self._backlog.appendleft(task)
             return ()
-        return (self._give(self._choose(), task),)
+        return self._give_to_somebody(task)
 
     def _rested(self) -> Sequence[Action]:
         if not self.uneven:

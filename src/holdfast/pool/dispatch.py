@@ -117,8 +117,8 @@ class Dispatcher:
 
     @property
     def handles(self) -> list[WorkerHandle]:
-        """What others may know of the worker processes."""
-        return self._host.workers
+        """What others may know of the worker processes, as far as they were needed."""
+        return [handle for i, handle in enumerate(self._host.workers) if self._host.is_started(i)]
 
     @property
     def running(self) -> int:

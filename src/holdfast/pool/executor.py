@@ -1,6 +1,6 @@
 """Pool: a drop-in for `concurrent.futures.ProcessPoolExecutor` whose workers may die.
 
-Here is what the user sees and sets; the work is done by the dispatcher's thread. Workers start with the first call.
+Here is what the user sees and sets; the work is done by the dispatcher's thread. Workers start as they are needed.
 """
 
 import atexit
