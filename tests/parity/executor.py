@@ -32,6 +32,7 @@ EXCEPTIONS = {
     "test_shutdown_no_wait": PRIVATE + "_executor_manager_thread, _call_queue",
     "test_shutdown_deadlock_pickle": PRIVATE + "_executor_manager_thread",
     "test_processes_terminate": PRIVATE + "_processes, counted before they can be up",
+    "test_saturation": PRIVATE + "_processes; its tasks cannot be pickled, so no worker is needed here",
     "fork: test_max_tasks_per_child": "wants fork to be refused, which works here",
     "test_max_tasks_per_child_defaults_to_spawn_context": PRIVATE + "_mp_context; fork works with it here",
 }
