@@ -71,8 +71,7 @@ class Dispatcher:
 
     def submit(self, call: Call) -> bool:
         """False when the thread is at its end and takes nothing more."""
-        number = call.number
-        call.future.on_cancel(lambda: self._withdraw(number))
+        call.future.on_cancel(self._withdraw, call.number)
         with self._lock:
             if self._over:
                 return False

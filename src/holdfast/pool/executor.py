@@ -133,7 +133,7 @@ class Pool(Executor):
             fn,
             args,
             kwargs,
-            name=name or name_of(fn),
+            name=name,
             lives=1 + (policy.retries if retries is None else retries),
             timeout_s=policy.sample_timeout if timeout is None else timeout,
             memory=memory,
