@@ -97,17 +97,26 @@ def test_lost_tasks_do_not_use_up_the_patience():
 
 def test_a_worker_that_has_nothing_to_do_comes_first():
     ledger = opened(2, 4)
-    first, second = (ledger.on(Drawn(t, 1, 1))[0].worker for t in range(2))
+    first, second = (ledger.on(Drawn(t, 1, 1))[-1].worker for t in range(2))
     assert {first, second} == {0, 1}
     ledger.on(Finished(second, 1, 1, "b"))
-    assert ledger.on(Drawn(2, 1, 1))[0].worker == second
+    assert ledger.on(Drawn(2, 1, 1))[-1].worker == second
     ledger.on(Finished(second, 1, 2, "c"))
-    assert ledger.on(Drawn(3, 1, 1))[0].worker == second
+    assert ledger.on(Drawn(3, 1, 1))[-1].worker == second
+
+
+def test_a_worker_is_started_when_it_is_needed():
+    ledger = Ledger(3, 2, Policy(), in_order=False, even=True)
+    assert ledger.on(Opened(0.0)) == []
+    assert kinds(ledger.on(Drawn(0, 1, 1))) == ["Start", "Send"]
+    ledger.on(Finished(0, 1, 0, "a"))
+    assert kinds(ledger.on(Drawn(1, 1, 1))) == ["Send"]
+    assert kinds(ledger.on(Drawn(2, 1, 1))) == ["Start", "Send"]
 
 
 def test_a_task_behind_another_goes_to_whoever_is_idle():
     ledger = opened()
-    workers = [ledger.on(Drawn(t, 1, 1))[0].worker for t in range(3)]
+    workers = [ledger.on(Drawn(t, 1, 1))[-1].worker for t in range(3)]
     busy, other = workers[2], 1 - workers[2]
     running = workers.index(busy)
     ledger.on(Finished(other, 1, workers.index(other), "x"))

@@ -521,7 +521,11 @@ def test_no_process_before_the_first_call():
     with Pool(2, mp_context="fork") as pool:
         assert children() == before
         pool.submit(calls.square, 1).result()
-        until(lambda: len(children() - before) == 3, "not a keeper and two workers")
+        until(lambda: len(children() - before) == 2, "not a keeper and a worker")
+        assert [pool.submit(calls.square, i).result() for i in range(5)] == [0, 1, 4, 9, 16]
+        assert len(children() - before) == 2
+        list(pool.map(calls.nap, [0.1] * 4))
+        assert len(children() - before) == 3
 
 
 def test_a_failing_initializer_breaks_the_pool(pool):

@@ -17,7 +17,7 @@ The rules:
     life; or, where fewer workers are allowed than there are, to the others.
 10. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
     do it once more. One that is withdrawn takes its worker with it, and nobody else.
-11. `even`: nobody waits behind another task while a worker has nothing to do.
+11. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
 """
 
 import signal
@@ -132,6 +132,7 @@ class Worker:
         "ready",
         "served",
         "stalls",
+        "started",
         "tasks",
         "used",
     )
@@ -146,6 +147,7 @@ class Worker:
         self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
         self.used = 0  # tasks that were given to it and are not delivered yet
+        self.started = True  # or it was not needed yet
         self.served = 0  # tasks finished in this life
         self.leaving = False  # this life is to end: it gets no more tasks
         self.away = False  # it has no life for now
@@ -186,6 +188,7 @@ class Ledger:
         self._allowed = workers if allowed is None or self._fixed else max(1, min(workers, allowed))
         for worker in self._workers:
             worker.away = running[worker.id] < 0 if running else worker.id >= self._allowed
+            worker.started = not even
         self.at_work = 0  # how many workers there are to be for now
         self._count()
         self._paused = False
@@ -262,7 +265,8 @@ class Ledger:
                 return self._boot_failed(event)
             case Opened():
                 self._opened_at = event.at
-                return [Start(w.id, w.life) for w in self._workers if not w.away] if self._fresh else ()
+                fresh = [w for w in self._workers if w.started and not w.away] if self._fresh else ()
+                return [Start(w.id, w.life) for w in fresh]
             case Allowed():
                 return self._allow(event)
 
@@ -279,7 +283,14 @@ class Ledger:
         if self._paused or self._backlog or not self._capacity:
             self._backlog.append(task)
             return self._hand_out()
-        return (self._give(self._choose(), task),)
+        return self._pass_on(self._choose(), task)
+
+    def _pass_on(self, worker: Worker, task: Task) -> Sequence[Action]:
+        send = self._give(worker, task)
+        if worker.started:
+            return (send,)
+        worker.started = True
+        return (Start(worker.id, worker.life), send)
 
     def _choose(self) -> Worker:
         """Who gets the next task, of those who have a place: somebody who has nothing to do, if there is one."""
@@ -306,7 +317,7 @@ class Ledger:
             if not self.at_work:
                 break  # all of them leave, and others come
             worker = self._choose() if self._capacity else self._overload()
-            actions.append(self._give(worker, self._backlog.popleft()))
+            actions += self._pass_on(worker, self._backlog.popleft())
         return actions
 
     def _overload(self) -> Worker:
@@ -399,13 +410,13 @@ class Ledger:
         if worker.used < self._depth and not (worker.away or worker.leaving):
             self._capacity.append(worker)
             if self._even and not worker.tasks:
-                self._idle.append(worker)
+                self._idle.appendleft(worker)  # before those that are not started yet
 
     def _open_places(self, worker: Worker) -> list[Action]:
         """It gets tasks again."""
         self._capacity.extend([worker] * max(0, self._depth - worker.used))
         if self._even and not worker.tasks:
-            self._idle.append(worker)
+            self._idle.appendleft(worker)
         return self._hand_out()
 
     # Tasks that are not wanted any more, or wanted elsewhere -------------------------------------------------------
@@ -558,7 +569,7 @@ class Ledger:
             self._backlog.extendleft(reversed(held))
             return self._hand_out()
         # They are the oldest there are: others wait for their turn.
-        return [self._give(self._overload(), task) for task in held]
+        return [action for task in held for action in self._pass_on(self._overload(), task)]
 
     def _restart(self, worker: Worker) -> list[Action]:
         held = list(worker.tasks.values())
@@ -671,7 +682,7 @@ class Ledger:
             Renew(),
         ]
         for worker in self._workers:
-            if worker.open and not worker.away:  # a stream that has ended needs no other life
+            if worker.open and worker.started and not worker.away:  # a stream that has ended needs no other life
                 actions += self._replace(worker)
         return actions
 
@@ -689,10 +700,13 @@ class Ledger:
         present = self._present()
         for worker in present[self._allowed :]:
             self._let_go(worker)
-            actions.append(Retire(worker.id, worker.life))
+            if worker.started:
+                actions.append(Retire(worker.id, worker.life))
+            else:
+                worker.leaving, worker.away = False, True
         absent = [worker for worker in self._workers if worker.away]
         for worker in absent[: max(0, self._allowed - len(present))]:
-            worker.away, worker.ready = False, False
+            worker.away, worker.ready, worker.started = False, False, True
             actions += [Start(worker.id, worker.life), *self._open_places(worker)]
         self._count()
         return [*actions, *self._hand_out()]

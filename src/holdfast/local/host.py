@@ -238,6 +238,10 @@ class LocalHost:
         """True when all processes have ended."""
         return self._closed
 
+    def is_started(self, worker: int) -> bool:
+        """True from its first life on, until the end."""
+        return self._lifelines[worker] is not None
+
     def pid_of(self, worker: int, patience_s: float = 0.0) -> int | None:
         """The process that plays this worker now; None while it is being made, and after the end.
 

@@ -16,11 +16,13 @@ class PoolFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._withdraw: Callable[[], None] | None = None
+        self._withdraw: Callable[[int], None] | None = None
+        self._number = 0
 
-    def on_cancel(self, withdraw: Callable[[], None]) -> None:
-        """`withdraw()` is called, in the thread that cancels, when a running task is not wanted any more."""
+    def on_cancel(self, withdraw: Callable[[int], None], number: int) -> None:
+        """`withdraw(number)` is called, in the thread that cancels, when a running task is not wanted any more."""
         self._withdraw = withdraw
+        self._number = number
 
     def cancel(self) -> bool:
         with self._condition:
@@ -36,7 +38,7 @@ class PoolFuture(Future[Any]):
                 return False
         if withdraw is None:
             return super().cancel()
-        withdraw()
+        withdraw(self._number)
         self._invoke_callbacks()  # type: ignore[attr-defined]
         return True
 
@@ -57,7 +59,7 @@ class PoolFuture(Future[Any]):
 class Call:
     """`number`: of all calls of this pool, from 0 on. `lives`: how often it may be begun."""
 
-    __slots__ = ("args", "fn", "future", "kwargs", "letter", "lives", "memory", "name", "number", "timeout_s")
+    __slots__ = ("args", "fn", "future", "kwargs", "letter", "lives", "memory", "number", "said", "timeout_s")
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        name: str,
+        name: str | None,
         lives: int,
         timeout_s: float | None,
         memory: int,
@@ -75,12 +77,17 @@ class Call:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
-        self.name = name
+        self.said = name
         self.lives = lives
         self.timeout_s = timeout_s
         self.memory = memory
         self.future = PoolFuture()
         self.letter: Letter | None = None
+
+    @property
+    def name(self) -> str:
+        """What people are told of it."""
+        return self.said or name_of(self.fn)
 
     def close(self) -> None:
         """It is done with, one way or another: let go of what it holds."""

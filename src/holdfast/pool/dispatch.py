@@ -83,8 +83,7 @@ class Dispatcher:
 
     def submit(self, call: Call) -> bool:
         """False when the thread is at its end and takes nothing more."""
-        number = call.number
-        call.future.on_cancel(lambda: self._withdraw(number))
+        call.future.on_cancel(self._withdraw, call.number)
         with self._lock:
             if self._over:
                 return False
@@ -129,8 +128,8 @@ class Dispatcher:
 
     @property
     def handles(self) -> list[WorkerHandle]:
-        """What others may know of the worker processes."""
-        return self._host.workers
+        """What others may know of the worker processes, as far as they were needed."""
+        return [handle for i, handle in enumerate(self._host.workers) if self._host.is_started(i)]
 
     @property
     def running(self) -> int:

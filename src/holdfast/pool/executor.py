@@ -1,6 +1,6 @@
 """Pool: a drop-in for `concurrent.futures.ProcessPoolExecutor` whose workers may die.
 
-Here is what the user sees and sets; the work is done by the dispatcher's thread. Workers start with the first call.
+Here is what the user sees and sets; the work is done by the dispatcher's thread. Workers start as they are needed.
 """
 
 import atexit
@@ -135,7 +135,7 @@ class Pool(Executor):
             fn,
             args,
             kwargs,
-            name=name or name_of(fn),
+            name=name,
             lives=1 + (policy.retries if retries is None else retries),
             timeout_s=policy.sample_timeout if timeout is None else timeout,
             memory=memory,

@@ -24,8 +24,7 @@ from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import ALIGN, FileSpace
 
-# attempt, attempts, allowed ns, bytes allowed, by value, file size, descriptor, trainer's pid, where, buffers, spec
-_HEAD = struct.Struct("<11q")
+_HEAD = struct.Struct("<12q")
 # Beyond this, a file: no letter box is too small for less, and below it mapping a file costs more than copying.
 INLINE = 256 << 10
 _SIMPLE = frozenset((int, float, complex, str, bytes, bool, type(None)))
@@ -34,7 +33,7 @@ _SHORT = 8
 
 
 class Head(NamedTuple):
-    """The numbers in front."""
+    """The numbers in front. `size`, `fd`, `inode`, `pid`: of the file of a large one, and of the trainer."""
 
     attempt: int  # from 0 on
     attempts: int
@@ -43,6 +42,7 @@ class Head(NamedTuple):
     by_value: int
     size: int
     fd: int
+    inode: int
     pid: int
     where: int
     buffers: int
@@ -85,6 +85,8 @@ def open_letter(head: Head, payload: memoryview) -> tuple[Any, tuple[Any, ...], 
     else:
         fd = os.open(f"/proc/{head.pid}/fd/{head.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
+            if os.fstat(fd).st_ino != head.inode:
+                raise OSError("the trainer has closed this file meanwhile: the call was cancelled")
             memory = Memory(fd, head.size, private=True)
         finally:
             os.close(fd)
@@ -166,13 +168,19 @@ class LetterWriter(Packer):
     def write(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: tuple[int, int, int]) -> Letter:
         """`limits`: attempts, allowed nanoseconds, bytes of memory. Raises whatever pickling raises."""
         self._short_way = self._is_short(fn, args, kwargs)
+        if self._short_way and all(type(arg) in _SIMPLE for arg in args):
+            # Half of the time that an empty task takes here is this.
+            content = pickle.dumps((fn, args, kwargs), 5)
+            if len(content) <= INLINE:
+                return Letter(Head(0, *limits, not self.main.all, 0, -1, 0, 0, 0, 0, len(content)), content)
         envelope = self._envelope = Envelope()
         try:
             spec = self.pack((fn, args, kwargs), envelope)
         except BaseException:
             envelope.abort()
             raise
-        file = (envelope.size, envelope.fd, os.getpid())
+        inode = os.fstat(envelope.fd).st_ino if envelope.fd >= 0 else 0
+        file = (envelope.size, envelope.fd, inode, os.getpid())
         return Letter(Head(0, *limits, not self.main.all, *file, *spec), bytes(envelope.content))
 
     def _is_short(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
