@@ -283,7 +283,11 @@ class Ledger:
         if self._paused or self._backlog or not self._capacity:
             self._backlog.append(task)
             return self._hand_out()
-        return self._pass_on(self._choose(), task)
+        if self._even:
+            return self._pass_on(self._choose(), task)
+        worker = self._capacity.popleft()
+        worker.used += 1
+        return (self._give(worker, task),)
 
     def _pass_on(self, worker: Worker, task: Task) -> Sequence[Action]:
         send = self._give(worker, task)

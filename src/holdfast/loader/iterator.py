@@ -178,7 +178,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _next_batch(self) -> Any:
         if self._gate is None:
-            return self._deliver()
+            return self._delivered(self._due())
         with self._gate.relaxed():
             self._gate.step()
             self._gate.pace()
@@ -191,6 +191,9 @@ class WorkerIterator(_BaseDataLoaderIter):
             unpacked = self._ferry.next(self._due, self._at_once)
             if not self._drained:
                 self._draw()
+        return self._delivered(unpacked)
+
+    def _delivered(self, unpacked: Unpacked) -> Any:
         counts = self._record.counts
         counts["samples"] += unpacked.samples
         counts["batches"] += 1

@@ -354,9 +354,14 @@ class LocalHost:
         slots.memory.view[start : start + size] = payload
         if count:
             slots.memory.view[start + size : start + size + len(saved)] = saved
-        line.unsent += TASK.pack(task, box, size, len(saved), count)
-        if not self._takes_back:
-            line.flush()
+        record = TASK.pack(task, box, size, len(saved), count)
+        if self._takes_back:
+            line.unsent += record
+            return
+        try:
+            os.write(line.tasks, record)
+        except BrokenPipeError:
+            pass  # it is dying: its Exited is on the way, and the task goes out again
 
     def flush(self) -> None:
         """With `take_back`: workers get what was sent since, in one go."""

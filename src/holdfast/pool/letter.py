@@ -164,6 +164,7 @@ class LetterWriter(Packer):
     def __init__(self, main: MainModule) -> None:
         super().__init__()
         self.main = main
+        self._by_value = type("ByValue", (_MainPickler,), {"main": main})
 
     def write(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: tuple[int, int, int]) -> Letter:
         """`limits`: attempts, allowed nanoseconds, bytes of memory. Raises whatever pickling raises."""
@@ -197,21 +198,16 @@ class LetterWriter(Packer):
         except (pickle.PicklingError, AttributeError, TypeError):
             pass  # a lambda, a closure: by value
         self._envelope.begin_again()
-        return self._dump(self._pickler_by_value, self._cloud, batch)
-
-    def _pickler_by_value(self, *args: Any, **kwargs: Any) -> cloudpickle.Pickler:
-        return _MainPickler(self.main, *args, **kwargs)
+        return self._dump(self._by_value, self._cloud, batch)
 
 
 class _MainPickler(cloudpickle.Pickler):
-    """cloudpickle, but for what workers know by its name."""
+    """cloudpickle, but for what workers know by its name. `main` is set by who makes the class of one pool."""
 
-    def __init__(self, main: MainModule, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._main = main
+    main: MainModule
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__" and self._main.knows(obj):
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__" and self.main.knows(obj):
             return NotImplemented
         return super().reducer_override(obj)
 
