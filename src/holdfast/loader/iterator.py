@@ -178,7 +178,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _next_batch(self) -> Any:
         if self._gate is None:
-            return self._delivered(self._due())
+            return self._deliver() if self._ferry is not None else self._delivered(self._due())
         with self._gate.relaxed():
             self._gate.step()
             self._gate.pace()
