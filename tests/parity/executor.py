@@ -8,11 +8,13 @@ not kept. NAME: only tests whose name has it in it. What is not run is listed be
 """
 
 import argparse
+import atexit
 import concurrent.futures
 import importlib
 import importlib.util
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,6 +55,7 @@ def find_tests(folder: str | None) -> tuple[str, str]:
 
 def fetch_tests() -> str:
     place = tempfile.mkdtemp(prefix="cpython-tests-")
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     package = f"libpython3.{sys.version_info.minor}-testsuite"
     print(f"this interpreter came without its tests; fetching Debian's {package}", flush=True)
     subprocess.run(["apt-get", "download", "-qq", package], cwd=place, check=True)
