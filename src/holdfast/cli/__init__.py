@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from holdfast.cli import demo, doctor, explain, repro, run
+from holdfast.cli import demo, doctor, explain, repro, run, top
 from holdfast.errors import HoldfastError
 
-COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro, "run": run}
+COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro, "run": run, "top": top}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """A folder in which incidents are written the moment they happen: they outlive a trainer that is killed.
 
 HOLDFAST_RUN_DIR names it. Each loader has a file of JSON lines there, and beside it, from its first incident on, its
-dataset, so that `holdfast repro` can load the sample again.
+dataset, so that `holdfast repro` can load the sample again; and a file of totals, for `holdfast top`.
 """
 
 import base64
@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import pickle
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +20,8 @@ import cloudpickle
 log = logging.getLogger("holdfast")
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
+# How often totals are written.
+TOTALS_S = 1.0
 _numbers = itertools.count()
 
 
@@ -40,6 +44,9 @@ class RunFolder:
     def __init__(self, folder: str, dataset: object) -> None:
         self.file = Path(folder) / f"incidents-{os.getpid()}-{next(_numbers)}.jsonl"
         self._dataset = dataset
+        self._since = time.time()
+        self._next_totals = 0.0
+        self._last_incident = ""
         self._count = 0
         self._failed = False
 
@@ -49,6 +56,7 @@ class RunFolder:
         if again is not None:
             incident["again"] = {**again, "pickled": to_text(again["indices"])}
         line = json.dumps({"number": self._count, **incident}, default=repr) + "\n"
+        self._last_incident = str(incident.get("headline", ""))
         try:
             if not self._count:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +67,33 @@ class RunFolder:
                 log.warning("incidents cannot be kept in %s: %s", self.file, str(error))
             self._failed = True
         self._count += 1
+
+    def write_totals(self, stats: Callable[[], dict[str, Any]], running: bool = True) -> None:
+        """For `holdfast top`; at most once a second, whole or not at all."""
+        now = time.monotonic()
+        if self._failed or (running and now < self._next_totals):
+            return
+        self._next_totals = now + TOTALS_S
+        totals = stats()
+        if not totals:
+            return  # the loader is gone, and only its iterator lives
+        shot = {
+            "pid": os.getpid(),
+            "since": self._since,
+            "at": time.time(),
+            "running": running,
+            "last_incident": self._last_incident,
+            "stats": totals,
+        }
+        path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".draft")
+            draft.write_text(json.dumps(shot))
+            draft.replace(path)
+        except OSError as error:
+            log.warning("totals cannot be kept in %s: %s", path, str(error))
+            self._failed = True
 
     def _append(self, line: str) -> None:
         fd = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

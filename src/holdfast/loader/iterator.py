@@ -88,6 +88,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._finalizer = weakref.finalize(self, self._host.close)
         parts = partial(large_parts, self._dataset)
         self._teller = Teller(record, policy, self._growth, self._method, _name_of(self), self._host.pid_of, parts)
+        self._stats = _stats_of(loader)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
         self._reset(loader, first_iter=True)
@@ -198,6 +199,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         counts["samples"] += unpacked.samples
         counts["batches"] += 1
         self._num_yielded += 1
+        if self._record.kept_in is not None:
+            self._record.kept_in.write_totals(self._stats)
         if self._iterable and self._IterableDataset_len_called is not None:
             self._warn_of_length()
         return unpacked.batch
@@ -449,6 +452,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._ferry.clear()
         if not self._persistent_workers:
             self._shutdown_workers()
+        if self._record.kept_in is not None:
+            self._record.kept_in.write_totals(self._stats, running=False)
         if self._gate is not None:
             self._gate.step()  # what those workers had is unregistered now, not when some other loader runs
 
@@ -468,6 +473,17 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._finalizer()
         for silence in self._host.leftovers():
             self._teller.incident(silence)
+
+
+def _stats_of(loader: Any) -> Callable[[], dict[str, Any]]:
+    """The loader's totals, without keeping it alive."""
+    weak = weakref.ref(loader)
+
+    def stats() -> dict[str, Any]:
+        alive = weak()
+        return {} if alive is None else alive.stats()
+
+    return stats
 
 
 def _name_of(iterator: WorkerIterator) -> Callable[[int, int], tuple[object, Again | None]]:

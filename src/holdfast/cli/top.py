@@ -1,0 +1,104 @@
+"""Watch loaders that run with HOLDFAST_RUN_DIR: rates, who waits for whom, each worker's memory and descriptors.
+
+Reads what loaders write there once a second; starts and disturbs nothing.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import HoldfastError
+
+# A loader that has written nothing for so long is in the middle of something long, or over.
+_STALE_S = 5.0
+_CLEAR = "\033[H\033[J"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", help="the run folder; by default $HOLDFAST_RUN_DIR")
+    parser.add_argument("--once", action="store_true", help="print one look and end")
+    parser.add_argument("--json", action="store_true", help="one look, as JSON")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    folder = Path(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or "")
+    if not str(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or ""):
+        raise HoldfastError("which folder? Give it, or set HOLDFAST_RUN_DIR as for the training")
+    if not folder.is_dir():
+        raise HoldfastError(f"there is no folder {folder}: was the training started with HOLDFAST_RUN_DIR={folder}?")
+    if chosen.json:
+        json.dump(snapshots(folder), sys.stdout, indent=2)
+        print()
+        return 0
+    before: dict[str, Any] = {}
+    while True:
+        now = snapshots(folder)
+        text = "\n".join(lines_of(now, before, time.time())) or f"no loader has written to {folder} yet"
+        if chosen.once:
+            print(text)
+            return 0
+        print(f"{_CLEAR}{text}", flush=True)
+        before = {shot["name"]: shot for shot in now}
+        time.sleep(max(0.1, chosen.interval))
+
+
+def snapshots(folder: Path) -> list[dict[str, Any]]:
+    """What each loader wrote last, the newest first."""
+    found = []
+    for path in folder.glob("stats-*.json"):
+        try:
+            found.append({"name": path.stem.removeprefix("stats-"), **json.loads(path.read_text())})
+        except (OSError, ValueError):
+            continue  # it goes, or is being replaced: the next look sees it
+    return sorted(found, key=lambda shot: -shot["at"])
+
+
+def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) -> list[str]:
+    """One block for each loader. `before`: the look before, for rates."""
+    lines: list[str] = []
+    for shot in shots:
+        stats, old = shot["stats"], before.get(shot["name"])
+        age = now - shot["at"]
+        state = "" if age < _STALE_S else f", silent for {age:.0f} s" + ("" if shot["running"] else ": ended")
+        lines.append(
+            f"loader {shot['name']} (pid {shot['pid']}{state}): {stats['batches']:,} batches, {_rate(shot, old)}; "
+            f"waited {_share(shot, old)}{_device(stats)}"
+        )
+        lines.append(
+            f"  {stats['restarts']} workers restarted, {stats['bad_samples']} bad samples, {stats['retries']} retries"
+            + (f"; last: {shot['last_incident'][:160]}" if shot["last_incident"] else "")
+        )
+        for w in stats["per_worker"]:
+            busy = w["busy_s"] / max(w["busy_s"] + w["waiting_s"], 1e-9)
+            lines.append(
+                f"  worker {w['worker']:<3} {w['samples']:>10,.0f} samples  busy {busy:4.0%}  "
+                f"grown {w['memory_bytes'] / 2**20:6.0f} MiB (peak {w['peak_bytes'] / 2**20:.0f})  "
+                f"{w['descriptors']:.0f} descriptors"
+            )
+        for name, figures in stats["caches"].items():
+            lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
+    return lines
+
+
+def _rate(shot: dict[str, Any], old: dict[str, Any] | None) -> str:
+    """Batches per second since the last look, or since the start."""
+    seconds = shot["at"] - (old["at"] if old else shot["since"])
+    batches = shot["stats"]["batches"] - (old["stats"]["batches"] if old else 0)
+    return f"{batches / seconds:.1f}/s" if seconds > 0 else "-/s"
+
+
+def _share(shot: dict[str, Any], old: dict[str, Any] | None) -> str:
+    """How much of the time next() waited for a batch."""
+    seconds = shot["at"] - (old["at"] if old else shot["since"])
+    waited = shot["stats"]["waited_s"] - (old["stats"]["waited_s"] if old else 0)
+    return f"{waited / seconds:.0%} of the time" if seconds > 0 else "-"
+
+
+def _device(stats: dict[str, Any]) -> str:
+    share = stats.get("device_waited_share")
+    return "" if share is None else f"; the device waited for data {share:.1%} of the time"

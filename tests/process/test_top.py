@@ -1,0 +1,63 @@
+"""`holdfast top` shows loaders that run, from what they write once a second."""
+
+import json
+
+import pytest
+
+from holdfast import DataLoader
+from holdfast.cli import main
+from holdfast.cli.top import lines_of
+
+from .data import Numbers
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+    assert len(list(DataLoader(Numbers(40, 0.002), batch_size=4, num_workers=2))) == 10
+    return tmp_path / "run"
+
+
+def test_it_shows_each_loader_and_its_workers(folder, capsys):
+    assert main(["top", str(folder), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "10 batches" in text
+    assert text.count("  worker ") == 2
+    assert "descriptors" in text
+
+
+def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(folder, capsys):
+    assert main(["top", "--json"]) == 0
+    (shot,) = json.loads(capsys.readouterr().out)
+    assert shot["stats"]["samples"] == 40
+    assert shot["running"] is False
+
+
+def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HOLDFAST_RUN_DIR", raising=False)
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert "no loader has written" in capsys.readouterr().out
+    assert main(["top", str(tmp_path / "absent"), "--once"]) == 1
+    assert "HOLDFAST_RUN_DIR" in capsys.readouterr().err
+    assert main(["top", "--once"]) == 1
+
+
+def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
+    def shot(at, batches, waited):
+        stats = {"batches": batches, "waited_s": waited, "restarts": 1, "bad_samples": 0, "retries": 0}
+        stats |= {"per_worker": [], "caches": {}, "device_waited_share": 0.125}
+        return {
+            "name": "7-0",
+            "pid": 7,
+            "since": 0,
+            "at": at,
+            "running": True,
+            "last_incident": "it hung",
+            "stats": stats,
+        }
+
+    first, second = shot(100, 1000, 10), shot(102, 1300, 10.5)
+    (line, more) = lines_of([second], {"7-0": first}, now=102.5)
+    assert "150.0/s; waited 25% of the time; the device waited for data 12.5% of the time" in line
+    assert "last: it hung" in more
+    assert "silent for 60 s" in lines_of([second], {}, now=162)[0]
