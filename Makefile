@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The CPU build of this torch is enough for everything here; TORCH=torch takes the newest.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint soak-ledger causes bench bench-auto bench-pool parity-pool notebook compat clean
+.PHONY: demo test test-all lint soak-ledger causes bench bench-auto bench-pool parity-pool notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,14 @@ test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# The same, and every test of ranks on every start method; ten minutes more.
+test-all: $(VENV)/ready
+	HOLDFAST_SLOW=1 $(BIN)/python -m pytest
+
+# auto against fixed numbers of workers; ten minutes.
+bench-auto: $(VENV)/ready
+	$(BIN)/python benchmarks/auto.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format .

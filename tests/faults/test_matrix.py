@@ -392,3 +392,40 @@ def test_worker_memory_names_the_line():
     )
     assert [x for b in loader for x in b.tolist()] == [i for i in range(12) if i != 5]
     assert "bytearray(3 << 30)" in str(loader.report())
+
+
+def test_a_stream_whose_worker_died_after_its_end_comes_again_in_the_next_epoch():
+    """With persistent workers: it needs no other life in this epoch, and one in the next."""
+
+    class Uneven(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            worker = torch.utils.data.get_worker_info().id
+            for i in range(2 if worker == 1 else 12):
+                time.sleep(0.02)
+                yield worker * 100 + i
+
+    loader = DataLoader(Uneven(), batch_size=1, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    first = []
+    for batch in iterator:
+        first.append(int(batch))
+        if len(first) == 8:
+            os.kill(iterator._workers[1].pid, signal.SIGKILL)
+    assert [int(batch) for batch in loader] == first
+    iterator._shutdown_workers()
+
+
+def test_a_sample_that_is_left_out_for_its_deaths_is_listed_as_bad_and_not_counted_as_delivered(tmp_path):
+    class Deadly(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            if index == 5:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return index
+
+    loader = DataLoader(Deadly(), batch_size=4, num_workers=1, policy=Policy(bad_sample="skip", max_bad=1))
+    assert sum(len(batch) for batch in loader) == 15
+    assert loader.stats()["samples"] == 15
+    assert [bad.index for bad in loader.report().bad_samples] == [5]

@@ -23,9 +23,11 @@ from holdfast.local import linux
 from . import ranks
 
 METHODS = ["fork", "spawn", "forkserver"]
-every_method = pytest.mark.parametrize("method", METHODS)
+# Each rank that is not forked imports torch, seconds of it: HOLDFAST_SLOW=1 runs every test on every method.
+SOME = METHODS if os.environ.get("HOLDFAST_SLOW") else ["fork"]
+every_method = pytest.mark.parametrize("method", SOME)
 # Where a new interpreter and a fork of this one are the two cases there are.
-both = pytest.mark.parametrize("method", ["fork", "spawn"])
+both = pytest.mark.parametrize("method", SOME[:2])
 
 
 def until(what, seconds, sentence):
@@ -59,7 +61,7 @@ def fails(error, fn, args=(), nprocs=2, **options):
 # As torch does it --------------------------------------------------------------------------------------------------
 
 
-@every_method
+@pytest.mark.parametrize("method", METHODS)
 def test_all_return(method):
     assert holdfast.spawn(ranks.nothing, nprocs=2, start_method=method) is None
 
@@ -185,7 +187,7 @@ def test_a_rank_that_raised_and_cannot_end_is_named_and_stopped():
 # What cannot be sent, and what can -----------------------------------------------------------------------------------
 
 
-@every_method
+@pytest.mark.parametrize("method", METHODS)
 def test_lambdas_and_closures_travel(method):
     queue = multiprocessing.get_context(method).SimpleQueue()
     offset = 40

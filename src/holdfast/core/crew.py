@@ -59,6 +59,10 @@ class Crew:
         self._again_at = at + self._again_s
         self._again_s *= 2
 
+    def rest(self) -> None:
+        """Between two epochs: what was measured over the gap would say nothing."""
+        self._search.rest()
+
     def look(self, at: float, batches: int, waited_s: float) -> None:
         """Which moment it is, and the totals so far of batches and of the trainer's waiting."""
         if self._berths < self._most and at >= self._again_at:
@@ -78,6 +82,10 @@ class Search:
         self._step = max(1, start // 2)
         self._rest_until = 0.0
         self._rest_s = REST_S
+
+    def rest(self) -> None:
+        """Forget the stretch at hand."""
+        self._since = self._before = None
 
     def look(self, at: float, batches: int, waited_s: float, now: int, most: int) -> int:
         """How many it shall be from now on; `now` there are."""

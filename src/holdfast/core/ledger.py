@@ -125,6 +125,7 @@ class Worker:
         "away",
         "boot_deaths",
         "drawn",
+        "gone",
         "id",
         "leaving",
         "life",
@@ -151,6 +152,7 @@ class Worker:
         self.served = 0  # tasks finished in this life
         self.leaving = False  # this life is to end: it gets no more tasks
         self.away = False  # it has no life for now
+        self.gone = False  # its stream had ended when it died: it needs no other life in this epoch
 
 
 class Ledger:
@@ -181,14 +183,15 @@ class Ledger:
         self._streams = streams
         self._round_robin = round_robin  # batch n goes to worker n % workers, as torch has it
         self._workers = [Worker(i, abs(running[i]) if running else 1, bool(running)) for i in range(workers)]
-        self._fresh = not running
         self._depth = depth
         # A stream, or a worker whose number decides what it gives, cannot be played by another.
         self._fixed = streams or round_robin
         self._allowed = workers if allowed is None or self._fixed else max(1, min(workers, allowed))
         for worker in self._workers:
-            worker.away = running[worker.id] < 0 if running else worker.id >= self._allowed
+            dead = bool(running) and running[worker.id] < 0
+            worker.away = (dead and not self._fixed) or (not running and worker.id >= self._allowed)
             worker.started = not even
+            worker.ready = worker.ready and not dead
         self.at_work = 0  # how many workers there are to be for now
         self._count()
         self._paused = False
@@ -211,8 +214,13 @@ class Ledger:
 
     @property
     def lives(self) -> list[int]:
-        """The present life of each worker; below 0, the next one of a worker that is away."""
-        return [-worker.life if worker.away else worker.life for worker in self._workers]
+        """The present life of each worker; below 0, the next one of a worker that has none."""
+        return [-worker.life if worker.away or worker.gone else worker.life for worker in self._workers]
+
+    @property
+    def allowed(self) -> int:
+        """How many workers there may be, as far as this ledger knows."""
+        return self._allowed
 
     @property
     def uneven(self) -> bool:
@@ -265,7 +273,7 @@ class Ledger:
                 return self._boot_failed(event)
             case Opened():
                 self._opened_at = event.at
-                fresh = [w for w in self._workers if w.started and not w.away] if self._fresh else ()
+                fresh = [w for w in self._workers if w.started and not (w.away or w.ready)]
                 return [Start(w.id, w.life) for w in fresh]
             case Allowed():
                 return self._allow(event)
@@ -377,12 +385,14 @@ class Ledger:
         self._seen += task.samples
         if event.bad:
             self._bad += event.bad
-            return self._breaker() or self._deliver()
+            if stop := self._breaker():
+                return stop
         if self._backlog:
-            return [*self._deliver(), *self._hand_out()]
-        return self._deliver()
+            return [*self._deliver(task), *self._hand_out()]
+        return self._deliver(task)
 
-    def _deliver(self) -> list[Action]:
+    def _deliver(self, just: Task | None = None) -> list[Action]:
+        """What can be given to the user now; out of order it is `just` this one, if that is known."""
         actions: list[Action] = []
         if self._in_order:
             while (task := self._tasks.get(self._turn)) is not None and task.done:
@@ -390,7 +400,7 @@ class Ledger:
                 self._turn += 1
                 self._end(task, actions)
         else:
-            for task in [t for t in self._tasks.values() if t.done]:
+            for task in [t for t in (self._tasks.values() if just is None else (just,)) if t.done]:
                 del self._tasks[task.id]
                 self._end(task, actions)
         return actions
@@ -515,11 +525,15 @@ class Ledger:
             return ()
         if self._streams and not worker.open:
             worker.life += 1  # it had nothing left to do, and needs no other life
+            worker.gone = True
             return [Note(event, "nothing: its stream had ended", 0, 0)]
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
         task = worker.tasks[on.task] if on is not None else None
         if event.cause in (Cause.RECYCLED, Cause.UNBORN, Cause.PRESSURE):
-            return self._left(worker, task, on, event)
+            counted = task is not None and task.lives is not None and on is not None and on.stage >= Stage.FETCH
+            if not counted:
+                return self._left(worker, task, on, event)
+            self._shrink(worker)  # and its task has had one of its lives
         if task is not None and on is not None and not _is_charged(task, on, event):
             on = task = None
         if worker.leaving and task is None:
@@ -549,7 +563,8 @@ class Ledger:
             return actions
         if task is not None:
             task.attempt += 1
-        return [*actions, *self._replace(worker)]
+        actions += self._replace(worker)
+        return [*actions, *self._hand_out()] if self._backlog else actions
 
     def _replace(self, worker: Worker) -> list[Action]:
         """Its next life; or none where fewer workers are allowed: then the others take its tasks."""
@@ -557,6 +572,7 @@ class Ledger:
         worker.ready = False
         worker.served = 0
         if self._streams and not worker.open:
+            worker.gone = True
             return []
         if not worker.leaving:
             return self._restart(worker)
@@ -686,7 +702,7 @@ class Ledger:
             Renew(),
         ]
         for worker in self._workers:
-            if worker.open and worker.started and not worker.away:  # a stream that has ended needs no other life
+            if worker.started and not (worker.away or worker.gone):
                 actions += self._replace(worker)
         return actions
 
@@ -710,10 +726,19 @@ class Ledger:
                 worker.leaving, worker.away = False, True
         absent = [worker for worker in self._workers if worker.away]
         for worker in absent[: max(0, self._allowed - len(present))]:
-            worker.away, worker.ready, worker.started = False, False, True
-            actions += [Start(worker.id, worker.life), *self._open_places(worker)]
+            worker.away, worker.ready, worker.started = False, False, not self._even
+            actions += [Start(worker.id, worker.life)] if worker.started else []
+            actions += self._open_places(worker)
         self._count()
         return [*actions, *self._hand_out()]
+
+    def _shrink(self, worker: Worker) -> bool:
+        """Go on with one worker less, if that can be."""
+        if self._fixed or self.at_work <= 1 or worker.leaving:
+            return False
+        self._allowed = self.at_work - 1
+        self._let_go(worker)
+        return True
 
     def _let_go(self, worker: Worker) -> None:
         """It gets no more tasks, and a next life only if that many are allowed."""
@@ -730,15 +755,12 @@ class Ledger:
                 task.stay = position  # a fresh worker came no further
             task.spent = max(task.spent, position)
         refused = event.cause is not Cause.RECYCLED or event.code == Leave.PROCESSES
-        if refused and not self._fixed and self.at_work > 1 and not worker.leaving:
-            self._allowed = self.at_work - 1
-            self._let_go(worker)
-        elif event.cause is Cause.UNBORN and not worker.leaving:
-            worker.boot_deaths += 1
+        if refused and not self._shrink(worker) and not worker.leaving:
+            self._count_stall(worker, None, None, event)  # there are no fewer: it must go on with what it has
             if self._out_of_patience(worker):
                 self.stopped = True
                 return [Note(event, "gave up", 0, 0), Stop("restarts", event, self._bad, self._seen)]
-        asked = worker.leaving and event.cause is Cause.RECYCLED and event.code == Leave.ASKED
+        asked = event.cause is Cause.RECYCLED and event.code == Leave.ASKED
         actions = self._replace(worker)
         if asked:
             return actions  # as we wished: no incident

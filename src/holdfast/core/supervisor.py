@@ -54,6 +54,7 @@ class Supervisor:
     def open(self) -> None:
         """Start what is not running yet."""
         self.tell(Opened(time.monotonic()))
+        self.tell(self._allowed)  # an earlier epoch may have left others at work, or a pause
 
     @property
     def torn(self) -> bool:
@@ -72,8 +73,8 @@ class Supervisor:
                     self.muster()
                 case _:
                     self.tell(event)
-                    if isinstance(event, Exited) and self._ledger.at_work < self._allowed.workers:
-                        self._crew.refused(self._ledger.at_work, event.at)  # it went on with fewer
+                    if isinstance(event, Exited) and self._ledger.allowed < self._allowed.workers:
+                        self._crew.refused(self._ledger.allowed, event.at)  # it went on with fewer
                         self.muster()
 
     def muster(self) -> None:

@@ -49,8 +49,10 @@ class Voice:
 
     def _told_before(self, case: Case) -> bool:
         """A leak comes again and again: it is told once, and counted."""
-        name = f"incident:{incident_of(case).finding}"
+        finding = incident_of(case).finding
+        name = f"incident:{finding}"
         self.record.counts["recycled"] += 1
+        self.record.last_at[finding] = case.at
         self.record.counts[name] += bool(self.record.counts[name])
         return self.record.counts[name] > 0
 

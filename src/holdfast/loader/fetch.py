@@ -146,7 +146,7 @@ class MapFetcher:
             sample = self._one(0, draw.indices, draw, troubles)
             self._loaded += 1
             return sample, troubles
-        if self._many is not None and not draw.alone:
+        if self._many is not None and not draw.alone and not draw.done:
             samples = self._all_at_once(draw, seed)
             if samples is not None:
                 self._loaded += 1

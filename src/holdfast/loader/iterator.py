@@ -119,6 +119,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             growth_bytes=self._growth,
             need=self._record.need,
             gate=self._gate,
+            fixed=self._iterable or self._by_turns,
         )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -132,6 +133,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._first_task = self._next_task
         self._asked: dict[int, Any] = {}  # task -> index or indices
         self._given: list[Any] = []  # all indices so far, for "replace"
+        self._missing: dict[int, int] = {}  # task -> samples that are left out because they kill
         self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
         self._snapshots: dict[int, Any] = {}  # worker -> the last state of its stream that it sent
         self._at_hand: tuple[int, Any] = (-1, None)  # the task that is being told of, which is in `_asked` no more
@@ -149,6 +151,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         if first_iter:
             self._crew = Crew(self._num_workers, self._start, self._adapt)
             self._crew.room(*self._host.room)
+        self._crew.rest()
         self._look_at = self._began + LOOK_S
         self._ledger: Ledger = Ledger(
             self._num_workers,
@@ -313,6 +316,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         positions = None
         if send.bad:
             asked, positions = self._without(asked, send.bad, spares)
+            if self._policy.bad_sample == "skip":
+                self._missing[send.task] = len(set(send.bad))
         return pickle.dumps((self._seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
 
     def _weak_payload(self) -> Callable[[Send], bytes]:
@@ -359,6 +364,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         notes, batch = content
         if notes is None:
             samples = len(asked) if self._auto_collation else 1
+            if self._missing:
+                samples -= self._missing.pop(task, 0)
         else:
             self._at_hand = (task, asked)
             samples = self._take_notes(notes, asked, task - self._first_task, result.worker)

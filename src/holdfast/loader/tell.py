@@ -22,6 +22,10 @@ from holdfast.policy import Policy
 _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
 
 
+# What the ledger says of a sample that ended too many lives, and is left out or replaced.
+GIVEN_UP = ("left the sample out", "replaced the sample")
+
+
 class Teller(Voice):
     """One iterator's voice. `sample_of(task, position)`: its index, and how to load it again; `pid_of(worker)`."""
 
@@ -63,6 +67,9 @@ class Teller(Voice):
         if isinstance(note, Silence) and note.what == "copied" and isinstance(note.evidence, Evidence):
             note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
         super().incident(note)
+        if isinstance(note, Note) and note.did.startswith(GIVEN_UP):
+            case = self.death(note)
+            self.record.add_bad(BadSample(case.index, case.task or 0, incident_of(case).headline, note.strike))
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or batch ended too many lives: the error to raise for it."""

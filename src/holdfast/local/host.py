@@ -35,7 +35,7 @@ from holdfast.local import birth, forks, linux, procfs
 from holdfast.local.evidence import Evidence
 from holdfast.local.keeper import Orders
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, exit_code, sparse_file
-from holdfast.local.pulse import ASKED, FLOOR, JOURNAL_BYTES, JOURNALLED, PAGE, SLOT, Pulse
+from holdfast.local.pulse import ASKED, FLOOR, JOURNAL_BYTES, JOURNALLED, LIFE, PAGE, POSITION, SLOT, Pulse
 from holdfast.local.room import RoomWatch
 from holdfast.local.wire import (
     MAGIC,
@@ -85,11 +85,14 @@ class LocalHost:
         need: int = 0,
         gate: Gate | None = None,
         take_back: bool = False,
+        fixed: bool = False,
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
         bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
-        sent and not begun may be wanted back; that is one descriptor more per worker.
+        sent and not begun may be wanted back; that is one descriptor more per worker. `fixed`: no worker can do the
+        work of another.
         """
+        self._fixed = fixed
         self._takes_back = take_back
         self._job = job
         self._gate = gate
@@ -97,10 +100,10 @@ class LocalHost:
         self._busy = busy
         self._settings = (sample_timeout, growth_bytes)
         self.need = need
-        self.room = RoomWatch(workers, need).said  # how many workers fit into memory, as far as is known
+        # How many workers fit into memory, as far as is known. Tasks of a pool may wait for each other: all begin.
+        self.room = Room(workers, False) if take_back else RoomWatch(workers, need).said
         self._owner = os.getpid()
         self._lifelines: list[Lifeline | None] = [None] * workers
-        self._retired: list[Slots] = []
         self._events: list[Event | Silence | Room] = []
         self._rung = False
         self._quick = False  # the last wait was short
@@ -149,6 +152,7 @@ class LocalHost:
             self.need,
             self.room.workers,
             self._takes_back,
+            self._fixed,
         )
         self._keeper_up = False
         with theirs:
@@ -231,6 +235,7 @@ class LocalHost:
         self._end_keeper(3.0)
         self._drain()
         self._events.clear()
+        self._begin_room()
         self._launch()
 
     @property
@@ -240,6 +245,10 @@ class LocalHost:
 
     def is_started(self, worker: int) -> bool:
         """True from its first life on, until the end."""
+        return self._lifelines[worker] is not None
+
+    def has_life(self, worker: int) -> bool:
+        """False for a worker that is not needed for now."""
         return self._lifelines[worker] is not None
 
     def pid_of(self, worker: int, patience_s: float = 0.0) -> int | None:
@@ -255,7 +264,9 @@ class LocalHost:
             left = deadline - time.monotonic()
             if left <= 0 or threading.get_ident() != self._thread:
                 return None
-            if select.select([self._control], [], [], left)[0]:
+            control = select.poll()
+            control.register(self._control, select.POLLIN)
+            if control.poll(left * 1000):
                 self._hear_keeper()
 
     # Orders --------------------------------------------------------------------------------------------------------
@@ -362,6 +373,9 @@ class LocalHost:
             os.write(line.tasks, record)
         except BrokenPipeError:
             pass  # it is dying: its Exited is on the way, and the task goes out again
+        except BlockingIOError:  # thousands of tasks for one worker: the rest follow when it has answered some
+            slots.free_box(line.boxes.pop(task))
+            line.waiting.append((task, payload))
 
     def flush(self) -> None:
         """With `take_back`: workers get what was sent since, in one go."""
@@ -375,6 +389,7 @@ class LocalHost:
         self.marks = [0] * len(self.marks)
         for pulse in self.pulses:
             pulse.words[FLOOR] = task
+        self._journals.clear()
         for line in self._lifelines:
             if line is not None:
                 line.waiting.clear()
@@ -599,6 +614,8 @@ class LocalHost:
         self._journals.pop(on.task, None)
         if line is None or line.life != life or on.stage is not Stage.FETCH or not count:
             return
+        if words[POSITION] != on.position:
+            return  # it went on between the verdict and its end: what it wrote reaches past the sample in question
         start = words[SLOT] * line.slots.stride
         saved = bytes(line.slots.memory.view[start : start + words[JOURNAL_BYTES]])
         if len(saved) < line.slots.stride // 4:  # it must fit beside the payload
@@ -616,9 +633,16 @@ class LocalHost:
         for worker, line in enumerate(self._lifelines):
             if line is not None:
                 evidence = Evidence(pid=line.pid or 0)
-                on = self.pulses[worker].place(now)
+                pulse = self.pulses[worker]
+                on = pulse.place(now) if pulse.words[LIFE] == line.life else None  # or it was never begun
                 self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
+        self._begin_room()
         self._launch()
+
+    def _begin_room(self) -> None:
+        """A new keeper says nothing of memory as long as all is well: whoever is paused must not stay so."""
+        self.room = Room(self.room.workers, False)
+        self._events.append(self.room)
 
     # Parcels -------------------------------------------------------------------------------------------------------
 

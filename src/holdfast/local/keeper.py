@@ -104,6 +104,7 @@ class Orders(NamedTuple):
     need: int
     first: int
     one_by_one: bool
+    fixed: bool
 
 
 class Life:
@@ -257,7 +258,8 @@ class Keeper:
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             since = now if since is None else since
-            if now - since < FORK_PATIENCE_S and not self._lives:  # others go on meanwhile
+            # Where others can go on with its work, they do; where its number says what it gives, it is waited for.
+            if now - since < FORK_PATIENCE_S and (self._orders.fixed or not self._lives):
                 self._unforked.append((order, fds, since))
             else:
                 for fd in fds:
@@ -286,6 +288,9 @@ class Keeper:
                 os.close(life.crash)
                 if life.pidfd is not None:
                     os.close(life.pidfd)
+            for _, others, _ in self._unforked:
+                for fd in others:
+                    os.close(fd)
             if self._trainer is not None:
                 os.close(self._trainer)
             if self._spy.path is not None:
@@ -491,9 +496,10 @@ class Keeper:
         if changed is not None:
             fewer = changed.workers < self._fewest
             self._fewest = min(self._fewest, changed.workers)
-            evidence = Evidence(pid=os.getpid(), facts=room.facts(), group=group_of()) if fewer else None
+            told = fewer and not self._orders.fixed  # nobody goes there
+            evidence = Evidence(pid=os.getpid(), facts=room.facts(), group=group_of()) if told else None
             self._say(RoomLeft(*changed, room.need, evidence))
-        if room.critical and len(lives) > 1 and not any(life.killed_for for life in lives):
+        if room.critical and len(lives) > 1 and not self._orders.fixed and not any(life.killed_for for life in lives):
             neediest = max(lives, key=lambda life: life.grown)
             neediest.facts = room.facts()
             self._end(neediest, Cause.PRESSURE, now)

@@ -81,6 +81,7 @@ class Asked(Protocol):
 
     @property
     def closed(self) -> bool: ...
+    def has_life(self, worker: int) -> bool: ...
     def pid_of(self, worker: int, patience_s: float = 0.0) -> int | None: ...
 
 
@@ -99,7 +100,7 @@ class WorkerHandle:
         return self._host.pid_of(self._worker, START_S)
 
     def is_alive(self) -> bool:
-        if self._host.closed:
+        if self._host.closed or not self._host.has_life(self._worker):
             return False
         pid = self.pid
         return pid is None or linux.process_state(pid) not in ("", "Z")
@@ -119,6 +120,8 @@ class WorkerHandle:
 
 def exit_code(ended: LifeEnded) -> int:
     """As multiprocessing has it: negative for a signal."""
+    if ended.cause in (Cause.RECYCLED, Cause.UNBORN):
+        return 0 if ended.cause is Cause.RECYCLED else 1
     return ended.code if ended.cause is Cause.EXIT else -ended.code
 
 

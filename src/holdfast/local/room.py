@@ -82,7 +82,11 @@ class RoomWatch:
         paused = danger and share >= (RESUME if said.paused else PAUSE)
         fits = said.workers
         if proven or self._known:
-            fits = self._fitting(self.used - sum(grown for grown, _ in lives))
+            grown = sum(now for now, _ in lives)
+            fits = self._fitting(self.used - grown)
+            if fits < said.workers:  # file pages may be in it, which the kernel gives back
+                self.limit, self.used = self._files.read(0.0)
+                fits = self._fitting(self.used - grown)
             if self._known and fits > said.workers:
                 fits = self._after_a_while(now, paused)
             else:

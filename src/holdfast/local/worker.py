@@ -22,6 +22,7 @@ from holdfast.local.pulse import (
     BYTES,
     DUMPABLE,
     FLOOR,
+    JOURNALLED,
     LAST_SIGNAL,
     LEAVING,
     SIGNALS,
@@ -185,7 +186,7 @@ class Worker:
                 if space is None:
                     space = spaces[slot] = self._space(slot)
                 space.clear()
-                words[TASK], words[SLOT] = task, slot
+                words[TASK], words[SLOT], words[JOURNALLED] = task, slot, 0
                 began = clock()
                 letter = box * stride
                 end = letter + size
