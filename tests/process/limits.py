@@ -99,14 +99,31 @@ class Threads(Dataset):
         return index
 
 
-DATASETS = {"files": LeaksFiles, "heavy": Heavy, "slow": Slow}
+class Names(Dataset):
+    """Many Python objects, all of them looked at for each sample."""
+
+    def __init__(self):
+        self.names = [f"a name that is not short, number {i}" for i in range(2_000_000)]
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        return index if all(self.names) else -1
+
+
+DATASETS = {"files": LeaksFiles, "heavy": Heavy, "slow": Slow, "names": Names}
 
 
 def main(name, workers):
     import holdfast
+    from holdfast.local import marks
 
     if name == "files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    if name == "names":  # the keeper is forked from here
+        marks.COPY_LEAST, marks.COPY_LOOKS_S = 8 * MIB, (0.5, 1.0, 2.0, 3.0, 4.0)
     dataset = DATASETS[name]()
     loader = holdfast.DataLoader(dataset, batch_size=4, num_workers=workers if workers == "auto" else int(workers))
     got = [i for batch in loader for i in batch.tolist()]

@@ -13,7 +13,6 @@ import torch
 
 import holdfast
 from holdfast import DataLoader, Policy
-from holdfast.local import marks
 
 from .data import Noise, Numbers
 from .limits import MIB, Greedy, Leaks, Threads
@@ -205,21 +204,9 @@ def test_figures_of_each_worker():
     assert all(row["busy_s"] > 0.02 and row["bytes_sent"] > 0 for row in rows)
 
 
-def test_a_dataset_of_many_objects_is_found_copied(monkeypatch):
+def test_a_dataset_of_many_objects_is_found_copied():
     """Each look at a Python object writes its reference count, and so copies its page."""
-    monkeypatch.setattr(marks, "COPY_LEAST", 8 * MIB)  # the keeper is forked from here
-    monkeypatch.setattr(marks, "COPY_LOOKS_S", (0.5, 1.0, 2.0, 3.0))
-
-    class Names(Numbers):
-        def __init__(self):
-            super().__init__(12, 0.1)
-            self.names = [f"a name that is not short, number {i}" for i in range(1_500_000)]
-
-        def __getitem__(self, index):
-            return super().__getitem__(sum(len(name) > 0 for name in self.names) and index)
-
-    loader = DataLoader(Names(), batch_size=4, num_workers=1)
-    assert flat(loader) == list(range(12))
-    (incident,) = loader.incidents
-    assert incident.finding == "dataset-copied"
-    assert "Names.names is a list of 1,500,000 str" in str(incident)
+    run = alone("names", 1)
+    assert run["exact"]
+    assert run["findings"] == ["dataset-copied"]
+    assert "Names.names is a list of 2,000,000 str" in run["text"]

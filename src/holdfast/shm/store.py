@@ -38,6 +38,8 @@ Evict = Literal["never", "oldest"]
 # The directory's word has six bits for the segment; 16 MiB hold many samples of most kinds.
 MOST_SEGMENTS = 64
 FEWEST_SEGMENTS = 4
+# Milliseconds that a second process waits for the first to cut: a store that nobody else needs would go unused.
+_MOMENTS = 20
 USUAL_SEGMENT = 16 << 20
 # Records a segment ought to hold: then half a record that does not fit at its end is 3 %.
 ROOMY = 16
@@ -186,11 +188,15 @@ class Store:
         return bool(word) and generation & _GENERATIONS == (word >> _OFFSET_BITS) & _GENERATIONS
 
     def _cut(self, size: int) -> bool:
-        """Decide on the segments, if nobody has. False: somebody is about to."""
+        """Decide on the segments, if nobody has. False: somebody is about to, and takes longer than a moment."""
         head = self._head
         if head[_COUNT]:
             return True
         if not self.commons.claim(_CUT):
+            for _ in range(_MOMENTS):
+                time.sleep(0.001)
+                if head[_COUNT]:
+                    return True
             return False
         try:
             if not head[_COUNT]:
