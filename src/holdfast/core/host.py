@@ -23,11 +23,13 @@ from holdfast.core.messages import Event, Place
 
 
 class Silence(NamedTuple):
-    """Nothing was heard of a worker for long, or it noted a signal: an incident, but no event for the ledger."""
+    """An incident that is no event for the ledger: nothing was heard of a worker for long ("silent"), it noted a
+    signal ("signal"), it has copied much of what it inherited ("copied"); or fewer workers fit into memory ("room").
+    """
 
     worker: int
     life: int
-    what: str  # "silent" or "signal"
+    what: str
     code: int
     on: Place
     evidence: object

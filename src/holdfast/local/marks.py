@@ -1,4 +1,5 @@
-"""Marks: when a worker has taken so much that it should make room for a fresh one. Which process: the keeper.
+"""Marks: when a worker has taken so much that it should make room for a fresh one. Which process: the keeper; and a
+worker that was asked to leave, once more, before it does.
 
 Memory counts as growth since the worker was ready, private pages only: a fork begins with all of its parent's, and
 slots belong to the batches in them. At the soft mark the worker is asked to leave after its batch. At the hard one it

@@ -55,11 +55,6 @@ class Pulse:
         seconds = max(0.0, now - words[SINCE] / 1e9)
         return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds)
 
-    @property
-    def working(self) -> bool:
-        """True while it is on a task."""
-        return Stage(self.words[STAGE]) >= Stage.FETCH
-
     def figures(self) -> dict[str, float]:
         """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present
         one, private memory beyond what it had when it was ready.

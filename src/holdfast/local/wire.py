@@ -1,6 +1,6 @@
 """What trainer, keeper and workers say to each other.
 
-trainer -> worker   a pipe per life: TASK records. The task itself lies in its slot.
+trainer -> worker   a pipe per life: TASK records. The task itself lies in a letter box.
 worker -> trainer   one pipe for all: RECORDs. A write of up to PIPE_BUF bytes is whole or not at all, so no lock is
                     needed and a killed writer leaves nothing half said. What a worker wrote before its death is in
                     the pipe before its keeper tells of the death: the trainer drains the pipe first.
