@@ -1,7 +1,8 @@
 """num_workers="auto" against fixed numbers, in one command and one table: python benchmarks/auto.py
 
-Three loads: samples that compute, that wait, and that need much memory for a moment. Each number of workers runs the
-same epoch; the rounds are interleaved. The first epoch of "auto" is the one that counts: it begins knowing nothing.
+Three loads: samples that compute, that wait, and that need much memory for a moment. A fixed number has a rate, which a
+few seconds tell; "auto" has to find its own, and the time that takes counts: it runs longer, from a start at which it
+knows nothing. The rounds are interleaved.
 """
 
 import argparse
@@ -44,40 +45,43 @@ class Heavy(Dataset[int]):
         return index
 
 
-LOADS: dict[str, tuple[type[Dataset[int]], int]] = {
-    "computes": (Computes, 4000),
-    "waits": (Waits, 12000),
-    "heavy": (Heavy, 600),
-}
+LOADS: dict[str, type[Dataset[int]]] = {"computes": Computes, "waits": Waits, "heavy": Heavy}
 
 
-def epoch_s(dataset: Any, samples: int, workers: Any) -> tuple[float, int]:
-    """Seconds of an epoch, and how many workers did a part of it."""
+def rate(dataset: Any, seconds: float, workers: Any) -> tuple[float, int]:
+    """Samples per second, and how many workers were there at the end."""
     import holdfast
 
-    loader = holdfast.DataLoader(dataset, batch_size=8, sampler=range(samples), num_workers=workers)
+    loader = holdfast.DataLoader(dataset, batch_size=8, sampler=range(1 << 40), num_workers=workers)
     gc.collect()
+    iterator: Any = iter(loader)
     began = time.monotonic()
-    got = sum(len(batch) for batch in loader)
-    assert got == samples
-    return time.monotonic() - began, sum(row["batches"] > 5 for row in loader.stats()["per_worker"])
+    count = 0
+    while time.monotonic() - began < seconds:
+        count += len(next(iterator))
+    spent = time.monotonic() - began
+    there = sum(worker.is_alive() for worker in iterator._workers)
+    iterator._shutdown_workers()
+    return count / spent, there
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--fixed-seconds", type=float, default=6.0)
+    parser.add_argument("--auto-seconds", type=float, default=30.0)
     parser.add_argument("--loads", default=",".join(LOADS))
     arguments = parser.parse_args()
     print(f"{'samples/s':12}" + "".join(f"{n:>9}" for n in FIXED) + f"{'auto':>9}{'of best':>9}  workers of auto")
     missed = 0
     for name in arguments.loads.split(","):
-        dataset, samples = LOADS[name]
         rates: dict[Any, list[float]] = {n: [] for n in (*FIXED, "auto")}
         used: list[int] = []
         for _ in range(arguments.rounds):
             for number, found in rates.items():
-                seconds, workers = epoch_s(dataset(), samples, number)
-                found.append(samples / seconds)
+                seconds = arguments.auto_seconds if number == "auto" else arguments.fixed_seconds
+                per_s, workers = rate(LOADS[name](), seconds, number)
+                found.append(per_s)
                 if number == "auto":
                     used.append(workers)
         middle = {number: median(found) for number, found in rates.items()}

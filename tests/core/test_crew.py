@@ -56,10 +56,11 @@ def test_the_search_stays_where_more_workers_bring_nothing():
     assert sum(workers > 2 for workers in tried) < len(tried) / 4
 
 
-def test_the_search_stops_at_the_knee():
+def test_the_search_stops_behind_the_knee():
+    """It doubles, so it may end with a few more than are needed; not with all there could be."""
     crew = Crew(16, 2, adapt=True)
     tried = run(crew, lambda workers: 50 * min(workers, 5))
-    assert tried[-1] in (5, 6)
+    assert 5 <= tried[-1] <= 8
 
 
 def test_nothing_is_tried_while_the_trainer_does_not_wait():

@@ -5,9 +5,9 @@ memory, told by the host), and the *berths* (what the system let us start). The 
 
 Looking for the best number, with "auto": while the trainer waits for batches, more workers are tried; if the next
 stretch brought more batches per second, that was right, and still more are tried; if not, the number before is taken
-again and kept for a while, longer each time. Where the trainer does not wait there is nothing to gain. Steps go by
-half of what there is, since samples that wait for a disk or a network may need many more workers than processors, and
-become smaller when one was too many.
+again and kept for a while, longer each time. Where the trainer does not wait there is nothing to gain. At first each
+step doubles what there is, since samples that wait for a disk or a network may need many more workers than processors;
+steps become smaller when one was too large.
 """
 
 from holdfast.core.messages import Allowed
@@ -15,6 +15,8 @@ from holdfast.core.messages import Allowed
 # A stretch must be long enough to tell 5 % from chance.
 STRETCH_S = 0.5
 STRETCH_BATCHES = 16
+# Workers that come up or go need this long to be counted.
+SETTLE_S = 0.25
 # Below this share of waiting there is nothing to gain by more workers.
 WAITS = 0.05
 # What more workers must bring to be kept.
@@ -79,7 +81,7 @@ class Search:
         self._since: tuple[float, int, float] | None = None
         self._settling = False  # the stretch in which workers come up or go says nothing
         self._before: tuple[int, float] | None = None  # (workers, batches per second) of the stretch before a try
-        self._step = max(1, start // 2)
+        self._step = max(1, start)
         self._rest_until = 0.0
         self._rest_s = REST_S
 
@@ -94,12 +96,13 @@ class Search:
             return now
         began, had, had_waited = self._since
         seconds, done = at - began, batches - had
-        if seconds < STRETCH_S or (done < STRETCH_BATCHES and seconds < 10 * STRETCH_S):
+        if self._settling and seconds >= SETTLE_S:
+            self._settling = False
+            self._since = (at, batches, waited_s)
+            return now
+        if self._settling or seconds < STRETCH_S or (done < STRETCH_BATCHES and seconds < 10 * STRETCH_S):
             return now
         self._since = (at, batches, waited_s)
-        if self._settling:
-            self._settling = False
-            return now
         rate, waits = done / seconds, (waited_s - had_waited) / seconds
         if self._before is not None:
             workers, was = self._before
@@ -107,7 +110,7 @@ class Search:
             if rate < WORTH * was:
                 return self._take_back(at, workers)
             self._rest_s = REST_S
-            self._step = max(1, now // 2)
+            self._step = max(1, now)
         if waits < WAITS or now >= most or at < self._rest_until:
             return now
         self._before = (now, rate)
