@@ -49,6 +49,7 @@ class RunFolder:
         self._last_incident = ""
         self._count = 0
         self._failed = False
+        self._totals_failed = False
 
     def write(self, incident: dict[str, Any]) -> None:
         """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
@@ -71,7 +72,7 @@ class RunFolder:
     def write_totals(self, stats: Callable[[], dict[str, Any]], running: bool = True) -> None:
         """For `holdfast top`; at most once a second, whole or not at all."""
         now = time.monotonic()
-        if self._failed or (running and now < self._next_totals):
+        if self._totals_failed or (running and now < self._next_totals):
             return
         self._next_totals = now + TOTALS_S
         totals = stats()
@@ -93,7 +94,7 @@ class RunFolder:
             draft.replace(path)
         except OSError as error:
             log.warning("totals cannot be kept in %s: %s", path, str(error))
-            self._failed = True
+            self._totals_failed = True
 
     def _append(self, line: str) -> None:
         fd = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
