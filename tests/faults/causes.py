@@ -713,7 +713,8 @@ def named(cause: Cause) -> tuple[str, str]:
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env={**os.environ, "T": f"{folder}/file"},
+            # What a worker that dies here had made in its temporary folder goes with ours.
+            env={**os.environ, "T": f"{folder}/file", "TMPDIR": folder},
         )
         try:
             process.wait(timeout=90)

@@ -167,8 +167,10 @@ def test_it_never_takes_more_than_it_was_given(tmp_path):
         pages = os.stat(f"/proc/self/fd/{cached._store.commons._fd}").st_blocks * 512
         assert 3 << 20 < pages <= 4 << 20
         if evict == "never":
-            assert figures["hits"] == figures["samples"] == figures["stored"] > 70
-            assert figures["no_room"] == 600 - 2 * figures["stored"]
+            assert 70 < figures["hits"] <= figures["samples"] == figures["stored"]
+            # One that found the last segment with room in the other worker's hands was not kept either: nobody waits.
+            assert figures["misses"] == 600 - figures["hits"]
+            assert figures["misses"] == figures["stored"] + figures["no_room"] + figures["busy"]
         else:
             assert figures["stored"] > 500
 
