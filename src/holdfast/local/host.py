@@ -386,7 +386,7 @@ class LocalHost:
     def abandon_below(self, task: int) -> None:
         """Workers skip every task before this one (an epoch that was left early)."""
         self._floor = task
-        self.marks = [0] * len(self.marks)
+        self.marks[:] = [0] * len(self.marks)
         for pulse in self.pulses:
             pulse.words[FLOOR] = task
         self._journals.clear()
