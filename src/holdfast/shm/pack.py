@@ -4,8 +4,8 @@ The worker packs: the structure becomes a pickle, the *spec*; the bytes of tenso
 (see shm/place.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
 that a kept label does not hold on to its batch; large ones are views, without a copy.
 
-Everything that pickles crosses. Plain dense tensors have a short way of their own; other kinds (sparse, quantized,
-subclasses, those that require grad) go torch's way, with their storages out of band.
+Everything that pickles crosses. Plain dense tensors have a short way of their own; sparse ones go as their parts; other
+kinds (quantized, subclasses, those that require grad) go torch's way, with their storages out of band.
 """
 
 import io
@@ -25,6 +25,7 @@ from holdfast.shm.place import CODES, TWINS, AnySpace
 
 # Leaves below this are copied out of the slot.
 SMALL = 256 << 10
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 # Leaves -----------------------------------------------------------------------------------------------------------
@@ -39,6 +40,27 @@ def _odd_tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
     if not memoryview(raw).nbytes:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _sparse(
+    layout: torch.layout, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...], coalesced: bool, grad: bool
+) -> torch.Tensor:
+    """torch's own way of loading one keeps it in a list for ever, to be checked by a torch.load that never comes."""
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+    else:
+        outer, inner, values = parts
+        made = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=False)
+    return made.requires_grad_(grad)
+
+
+def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def _storage(raw: Any, dtype: torch.dtype | None) -> object:
@@ -199,6 +221,10 @@ class Packer:
             return _tensor, (_IN_PLACE, placed.shape[0], placed.shape[1:])
         if self._spawning and (tensor.device.type != "cpu" or _is_shared(tensor)):
             return self._shared[torch.Tensor](tensor)
+        if tensor.layout in _SPARSE and not tensor.__dict__:
+            coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+            parts = _parts_of_sparse(tensor.detach())
+            return _sparse, (tensor.layout, parts, tuple(tensor.shape), coalesced, tensor.requires_grad)
         if not is_plain(tensor):
             return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         shape = tuple(tensor.shape)

@@ -121,7 +121,7 @@ class FileSpace:
 AnySpace = SlotSpace | FileSpace
 
 
-def stack_tensors(samples: list[Any], out: torch.Tensor) -> None:
+def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> None:
     """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
     size = out.nbytes // len(samples)
     if copy_all is not None and out.nbytes >= STREAMED and size >= WORTH_IT and _is_simple(samples[0]):
@@ -145,7 +145,7 @@ def _is_simple(sample: torch.Tensor) -> bool:
     return not (sample.requires_grad or sample.dtype.is_complex or sample.is_neg())
 
 
-def stack_arrays(samples: list[Any], out: torch.Tensor) -> bool:
+def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> bool:
     """False when they are not all alike."""
     into = out.numpy()
     dtype, shape = into.dtype, into.shape[1:]
@@ -155,7 +155,7 @@ def stack_arrays(samples: list[Any], out: torch.Tensor) -> bool:
     size = out.nbytes // len(samples)
     dense = out.nbytes >= STREAMED and size >= WORTH_IT and all(sample.flags.c_contiguous for sample in samples)
     if copy_all is not None and dense:
-        copy_all(out.data_ptr(), size, samples)
+        copy_all(out.data_ptr(), size, list(samples))  # of tuples, default_collate makes tuples
         return True
     for place, sample in enumerate(samples):
         into[place] = sample
