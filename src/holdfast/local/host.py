@@ -170,10 +170,6 @@ class LocalHost:
         """The last mark of each worker, over all its lives."""
         return self._answers.marks
 
-    def is_started(self, worker: int) -> bool:
-        """True from its first life on, until the end."""
-        return self._lifelines[worker] is not None
-
     def has_life(self, worker: int) -> bool:
         """False for a worker that is not needed for now."""
         return self._lifelines[worker] is not None
