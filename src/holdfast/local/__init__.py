@@ -6,7 +6,7 @@ lifeline     its ends of one life: the pipe of tasks, letter boxes, slots
 answers      what workers say becomes events
 journals     what a dead worker had loaded, for its next life
 leash        its hold on the keeper: process and socket
-watch        the wait for all of them
+vigil        the wait for all of them
 forks        what happens when the trainer forks
 birth        how a keeper comes to be
 witness      who signals the trainer

@@ -21,12 +21,12 @@ _AT_ONCE = RECORD.size * 50
 
 
 class Answers:
-    """`lifelines`: of each worker, as they are now. `pipe`, `pipe_w`, `files_w`: for the watch, and for the keeper."""
+    """`lifelines`, `marks`: of each worker, as they are now; the marks are written here. `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper."""
 
-    def __init__(self, lifelines: Sequence[Lifeline | None], journals: Journals) -> None:
+    def __init__(self, lifelines: Sequence[Lifeline | None], marks: list[int], journals: Journals) -> None:
         self._lifelines = lifelines
+        self._marks = marks
         self._journals = journals
-        self.marks = [0] * len(lifelines)  # the last one of each worker, over all its lives
         self._floor = 0
         self.pipe, self.pipe_w = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
@@ -37,7 +37,7 @@ class Answers:
     def abandon_below(self, task: int) -> None:
         """Marks of tasks before this one do not count any more."""
         self._floor = task
-        self.marks = [0] * len(self.marks)
+        self._marks[:] = [0] * len(self._marks)
 
     def drain(self, events: list[Event | Silence | Room]) -> None:
         """All that workers have said so far."""
@@ -65,7 +65,7 @@ class Answers:
             return None  # an earlier life; its memory went with it
         line.answered(task)
         if mark and task >= self._floor:
-            self.marks[worker] = mark
+            self._marks[worker] = mark
         if kind in (_BATCH, _ERROR):
             if self._journals:
                 self._journals.pop(task, None)

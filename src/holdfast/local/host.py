@@ -1,7 +1,7 @@
 """LocalHost: workers as processes of this machine.
 
 It owns, in the trainer, a lifeline for each life (lifeline.py), the pipe on which all workers answer (answers.py), the
-leash of the keeper (leash.py) and the watch over them (watch.py); what is heard there becomes events here, in the order
+leash of the keeper (leash.py) and the vigil over them (vigil.py); what is heard there becomes events here, in the order
 in which it must be told. No thread: everything happens inside `wait` and `send`. The number of descriptors is constant
 per worker, whatever is sent and kept.
 """
@@ -24,7 +24,7 @@ from holdfast.local.leash import Leash
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, begin_life, exit_code
 from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, Pulse
 from holdfast.local.room import RoomWatch
-from holdfast.local.watch import Watch
+from holdfast.local.vigil import Vigil
 from holdfast.local.wire import (
     EndLife,
     KeeperSignalled,
@@ -80,6 +80,7 @@ class LocalHost:
         self._owner = os.getpid()
         self._leash = Leash(job, fork=fork)
         self._lifelines: list[Lifeline | None] = [None] * workers
+        self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self._journals = Journals()
         self._events: list[Event | Silence | Room] = []
         self._closed = False
@@ -90,8 +91,8 @@ class LocalHost:
     def open(self) -> None:
         self._thread = threading.get_ident()
         workers = len(self._lifelines)
-        self._answers = Answers(self._lifelines, self._journals)
-        self._watch = Watch(self._answers.pipe)
+        self._answers = Answers(self._lifelines, self.marks, self._journals)
+        self._vigil = Vigil(self._answers.pipe)
         self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
         memory = Memory(self._pulse_fd, workers * PAGE)
         self.pulses = [Pulse(memory, i) for i in range(workers)]
@@ -101,7 +102,7 @@ class LocalHost:
     def _launch(self) -> None:
         """A new keeper. What it needs of the old one's is still here: nothing is lost with a keeper."""
         self._leash.launch(self._orders)
-        self._watch.begin(self._leash.control.fileno())
+        self._vigil.begin(self._leash.control.fileno())
 
     def _orders(self, control: socket.socket) -> Orders:
         return Orders(
@@ -132,7 +133,7 @@ class LocalHost:
         self._hear_last_words()
         self._leash.end(0.0)
         self._answers.close()
-        self._watch.close()
+        self._vigil.close()
         os.close(self._pulse_fd)
         self.pulses.clear()  # and with them their mapping
 
@@ -140,7 +141,7 @@ class LocalHost:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
         self._closed = True
         self._answers.close_in_child()
-        self._watch.close()
+        self._vigil.close()
         self._leash.control.close()
         for line in self._lifelines:
             if line is not None:
@@ -164,11 +165,6 @@ class LocalHost:
     def keeper_pid(self) -> int:
         """The keeper's process; 0 when there is none."""
         return self._leash.pid
-
-    @property
-    def marks(self) -> list[int]:
-        """The last mark of each worker, over all its lives."""
-        return self._answers.marks
 
     def has_life(self, worker: int) -> bool:
         """False for a worker that is not needed for now."""
@@ -268,20 +264,20 @@ class LocalHost:
 
     def ring(self) -> None:
         """From any thread: whoever waits stops waiting, with or without an event."""
-        self._watch.ring()
+        self._vigil.ring()
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         self._thread = threading.get_ident()
-        watch = self._watch
-        watch.rung = False
+        vigil = self._vigil
+        vigil.rung = False
         if self._takes_back:
             self.flush()
         # The keeper is listened to each time, also while other workers keep us busy.
-        for fd, _ in watch.look():
+        for fd, _ in vigil.look():
             if fd == self._answers.pipe:
                 self._answers.drain(self._events)
-            elif fd == watch.bell:
-                watch.answer()
+            elif fd == vigil.bell:
+                vigil.answer()
             else:
                 self._hear_keeper()
         if not self._events and timeout_s != 0:
@@ -290,15 +286,15 @@ class LocalHost:
         return events
 
     def _sleep(self, limit: float) -> None:
-        watch, leash = self._watch, self._leash
-        while not self._events and not watch.rung:
-            ready = watch.wait(min(limit, leash.due))
+        vigil, leash = self._vigil, self._leash
+        while not self._events and not vigil.rung:
+            ready = vigil.wait(min(limit, leash.due))
             control = leash.control.fileno()
             for fd, _ in ready:
                 if fd == control:
                     self._hear_keeper()
-                elif fd == watch.bell:
-                    watch.answer()
+                elif fd == vigil.bell:
+                    vigil.answer()
             self._answers.drain(self._events)
             if not ready:
                 if leash.late:

@@ -135,10 +135,10 @@ class Lifeline:
             os.close(self._unread)
             self._unread = -1
 
-    def take_back(self) -> list[int]:
-        """The next task that the worker has not begun, if there is one: it will not begin it."""
+    def take_back(self, most: int = 1) -> list[int]:
+        """The next tasks that the worker has not begun, if there are any: it will not begin them."""
         self.flush()
-        tasks = [task for task, *_ in self._take_unread(1)]
+        tasks = [task for task, *_ in self._take_unread(most)]
         for task in tasks:
             self.slots.free_box(self.boxes.pop(task))
         return tasks

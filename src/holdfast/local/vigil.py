@@ -1,4 +1,4 @@
-"""Watch: waits until a worker, the keeper or another thread has something to say.
+"""Vigil: waits until a worker, the keeper or another thread has something to say.
 
 Small batches come close one after another, and falling asleep and being woken takes longer than waiting for them does:
 after a short wait the next one is a few looks.
@@ -12,7 +12,7 @@ import time
 SPIN_S = 150e-6
 
 
-class Watch:
+class Vigil:
     """`results`, `control`: what to wait for besides the bell, which any thread may ring."""
 
     def __init__(self, results: int) -> None:
