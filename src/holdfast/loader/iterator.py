@@ -5,8 +5,6 @@ that can go wrong is decided in core/ledger.py; here it becomes what the user se
 incident in the report. There is no thread: deaths are noticed, and errors raised, inside `next()` only.
 """
 
-import pickle
-import random
 import time
 import warnings
 import weakref
@@ -23,15 +21,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _shar
 
 from holdfast.core.crew import Crew
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Send
+from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost
 from holdfast.core.supervisor import Supervisor
-from holdfast.diagnose.finding import Again
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, LoaderTorn
 from holdfast.loader import seeds
 from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.leaves import moved
+from holdfast.loader.orders import Orders
 from holdfast.loader.tell import Teller
 from holdfast.loader.weigh import large_parts
 from holdfast.local.cgroups import usable_cpus
@@ -42,8 +40,6 @@ from holdfast.policy import Policy
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
 MOST_PER_WORKER = 1000
-# Indices a worker may try in the place of a bad one.
-SPARES = 8
 # With "auto": no more workers than this for each processor, and in all. Samples that wait for a disk or a network all
 # the time may want even more; they cost memory, and somebody else's patience.
 MOST_PER_CPU = 8
@@ -86,8 +82,10 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
+        self._orders = Orders(policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation)
         parts = partial(large_parts, self._dataset)
-        self._teller = Teller(record, policy, self._growth, self._method, _name_of(self), self._host.pid_of, parts)
+        names = self._orders.sample_of
+        self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
         self._stats = _stats_of(loader)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
@@ -131,12 +129,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         base = int(self._base_seed)
         self._seed = base if first_iter else seeds.mix(base, -1_000_000 - self._epoch)
         self._first_task = self._next_task
-        self._asked: dict[int, Any] = {}  # task -> index or indices
-        self._given: list[Any] = []  # all indices so far, for "replace"
-        self._missing: dict[int, int] = {}  # task -> samples that are left out because they kill
-        self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
-        self._snapshots: dict[int, Any] = {}  # worker -> the last state of its stream that it sent
-        self._at_hand: tuple[int, Any] = (-1, None)  # the task that is being told of, which is in `_asked` no more
+        self._orders.begin(self._seed, self._epoch, self._first_task, self._shared_seed)
         self._drained = False
         self._over = False
         self._began = time.monotonic()
@@ -165,7 +158,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             running=running,
             allowed=self._crew.allowed.workers,
         )
-        self._supervisor = Supervisor(self._ledger, self._host, self._weak_payload(), self._crew)
+        self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._crew)
         self._ready: deque[Deliver] = self._supervisor.ready
         if not first_iter:
             self._host.abandon_below(self._next_task)
@@ -242,11 +235,10 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _take(self) -> Unpacked | None:
         """One that is ready; None where nothing was left of it."""
         task, result = self._ready.popleft()
-        asked = self._asked.pop(task)
-        self._given_by.pop(task, None)
+        samples = self._orders.take(task)
         if not self._drained and self._ferry is None:
             self._draw()
-        return self._open(task, asked, result)
+        return self._open(task, samples, result)
 
     def _wait(self) -> None:
         """Until a batch is ready, or nothing is left to wait for."""
@@ -295,80 +287,21 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._drained = True
                 return
             task = self._next_task
-            self._asked[task] = asked
             self._next_task = task + 1
-            samples = len(asked) if self._auto_collation else 1
-            if self._policy.bad_sample == "replace" and not self._iterable:
-                self._given += asked if self._auto_collation else (asked,)
-                self._given_by[task] = len(self._given)
-            supervisor.tell(Drawn(task, samples))
+            supervisor.tell(Drawn(task, self._orders.add(task, asked)))
 
-    def _payload(self, send: Send) -> bytes:
-        """What a worker is told of a task."""
-        asked = self._asked[send.task]
-        number = send.task - self._first_task
-        if self._iterable:
-            done, snapshot = self._host.marks[send.worker], self._snapshots.get(send.worker)
-            size = len(asked) if self._auto_collation else 1
-            shared = self._shared_seed
-            return pickle.dumps((self._seed, self._epoch, send.number, size, done, snapshot, shared), 5)
-        spares = self._spares(send.task) if self._policy.bad_sample == "replace" else ()
-        positions = None
-        if send.bad:
-            asked, positions = self._without(asked, send.bad, spares)
-            if self._policy.bad_sample == "skip":
-                self._missing[send.task] = len(set(send.bad))
-        return pickle.dumps((self._seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
-
-    def _weak_payload(self) -> Callable[[Send], bytes]:
-        """Without a cycle: when the user drops this iterator, it and its processes end at once."""
-        weak = weakref.ref(self)
-
-        def payload(send: Send) -> bytes:
-            alive = weak()
-            assert alive is not None
-            return alive._payload(send)
-
-        return payload
-
-    def _spares(self, task: int) -> list[Any]:
-        """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""
-        chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
-        count = self._given_by[task]
-        return [self._given[chooser.randrange(count)] for _ in range(SPARES)]
-
-    def _without(self, asked: Any, bad: tuple[int, ...], spares: Any) -> tuple[Any, Any]:
-        """The indices less those that kill, or with others in their place; and the positions they stand at."""
-        if not self._auto_collation:
-            return (spares[(len(bad) - 1) % len(spares)] if spares else asked), None
-        asked = list(asked)
-        if self._policy.bad_sample == "replace":
-            for position in set(bad):
-                spare = spares[(bad.count(position) - 1) % len(spares)]
-                asked[position] = spare
-            return asked, None
-        positions = [i for i in range(len(asked)) if i not in bad]
-        return [asked[i] for i in positions], positions
-
-    def _open(self, task: int, asked: Any, result: object) -> Unpacked | None:
+    def _open(self, task: int, samples: int, result: object) -> Unpacked | None:
         """The batch; None where nothing was left of it. Raises what the user must see."""
         if isinstance(result, Lost):
-            self._at_hand = (task, asked)
             raise self._teller.lost(result)
         assert isinstance(result, Parcel)
         # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
         content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
         if result.failed:
-            self._at_hand = (task, asked)
             raise self._teller.failure(content, task - self._first_task, result.worker)
         notes, batch = content
-        if notes is None:
-            samples = len(asked) if self._auto_collation else 1
-            if self._missing:
-                samples -= self._missing.pop(task, 0)
-        else:
-            self._at_hand = (task, asked)
-            samples = self._take_notes(notes, asked, task - self._first_task, result.worker)
+        if notes is not None:
+            samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
             if batch is None and not self._iterable:
                 self._record.counts["samples"] += samples
                 return None
@@ -400,25 +333,15 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     # What the user is told -----------------------------------------------------------------------------------------
 
-    def _sample_of(self, task: int, position: int) -> tuple[object, Again | None]:
-        """Which sample that is, and how to load it again; None where there is none to name."""
-        asked = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
-        if asked is None or self._iterable or position < 0:
-            return None, None
-        indices = tuple(asked) if self._auto_collation else (asked,)
-        if position >= len(indices):
-            return None, None
-        return indices[position], Again(self._seed, task - self._first_task, indices[: position + 1], position)
-
-    def _take_notes(self, notes: Any, asked: Any, batch: int, worker: int) -> int:
+    def _take_notes(self, notes: Any, samples: int, batch: int, worker: int) -> int:
         """What went wrong on the way to a batch, and a stream's place after it; gives how many samples are in it."""
         if self._iterable:
             troubles, snapshot, samples = notes
             if snapshot is not None:
-                self._snapshots[worker] = snapshot
+                self._orders.snapshots[worker] = snapshot
         else:
             troubles = notes
-            samples = (len(asked) if self._auto_collation else 1) - sum(t.fate == "skipped" for t in troubles)
+            samples -= sum(trouble.fate == "skipped" for trouble in troubles)
         for trouble in troubles:
             self._teller.trouble(trouble, batch, worker)
         return int(samples)
@@ -443,11 +366,10 @@ class WorkerIterator(_BaseDataLoaderIter):
         """What the batches that nobody will get could tell of bad samples."""
         for task, result in results:
             if isinstance(result, Parcel) and not result.failed:
-                asked = self._asked[task]
-                self._at_hand = (task, asked)
+                samples = self._orders.take(task)
                 notes, _ = self._host.take_out(result)
                 if notes is not None:
-                    self._take_notes(notes, asked, task - self._first_task, result.worker)
+                    self._take_notes(notes, samples, task - self._first_task, result.worker)
         self._ready.clear()
 
     # The end -------------------------------------------------------------------------------------------------------
@@ -491,14 +413,3 @@ def _stats_of(loader: Any) -> Callable[[], dict[str, Any]]:
         return {} if alive is None else alive.stats()
 
     return stats
-
-
-def _name_of(iterator: WorkerIterator) -> Callable[[int, int], tuple[object, Again | None]]:
-    """Names samples without keeping the iterator, and with it the processes, alive."""
-    weak = weakref.ref(iterator)
-
-    def sample_of(task: int, position: int) -> tuple[object, Again | None]:
-        alive = weak()
-        return (None, None) if alive is None else alive._sample_of(task, position)
-
-    return sample_of

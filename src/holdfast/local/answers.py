@@ -21,7 +21,10 @@ _AT_ONCE = RECORD.size * 50
 
 
 class Answers:
-    """`lifelines`, `marks`: of each worker, as they are now; the marks are written here. `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper."""
+    """`lifelines`, `marks`: of each worker, as they are now; the marks are written here.
+
+    `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper.
+    """
 
     def __init__(self, lifelines: Sequence[Lifeline | None], marks: list[int], journals: Journals) -> None:
         self._lifelines = lifelines

@@ -1,0 +1,105 @@
+"""Orders: what each task asks for, from its drawing until its batch is taken, and what a worker is told of it.
+
+A worker that takes a task up again, or in another's place, gets the same seed and the same indices, less those that
+kill: so the same bytes come, whoever loads them. Nothing here knows the iterator: it may go while its workers run.
+"""
+
+import pickle
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.core.messages import Send
+from holdfast.diagnose.finding import Again
+from holdfast.loader import seeds
+from holdfast.policy import Policy
+
+# Indices a worker may try in the place of a bad one.
+SPARES = 8
+
+
+class Orders:
+    """Of one iterator. `begin` starts an epoch."""
+
+    def __init__(self, policy: Policy, marks: Sequence[int], *, iterable: bool, auto_collation: bool) -> None:
+        """`marks`: how far each worker's stream has come; the host keeps them."""
+        self._marks = marks
+        self._iterable = iterable
+        self._auto_collation = auto_collation
+        self._skips = policy.bad_sample == "skip"
+        self._replaces = policy.bad_sample == "replace"
+        self._spares_wanted = self._replaces and not iterable
+
+    def begin(self, seed: int, epoch: int, first_task: int, shared_seed: int | None) -> None:
+        self._seed = seed
+        self._epoch = epoch
+        self._first_task = first_task
+        self._shared_seed = shared_seed
+        self._asked: dict[int, Any] = {}  # task -> index or indices
+        self._given: list[Any] = []  # all indices so far, for "replace"
+        self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
+        self._missing: dict[int, int] = {}  # task -> samples that are left out because they kill
+        self._at_hand: tuple[int, Any] = (-1, None)  # the task that was taken last: it may still be told of
+        self.snapshots: dict[int, Any] = {}  # worker -> the last state of its stream that it sent
+
+    def add(self, task: int, asked: Any) -> int:
+        """How many samples that is."""
+        self._asked[task] = asked
+        if self._spares_wanted:
+            self._given += asked if self._auto_collation else (asked,)
+            self._given_by[task] = len(self._given)
+        return len(asked) if self._auto_collation else 1
+
+    def take(self, task: int) -> int:
+        """Its batch has come: how many samples are in it, if the worker left none out."""
+        asked = self._asked.pop(task)
+        self._at_hand = (task, asked)
+        if self._given_by:
+            self._given_by.pop(task, None)
+        samples = len(asked) if self._auto_collation else 1
+        return samples - self._missing.pop(task, 0) if self._missing else samples
+
+    def sample_of(self, task: int, position: int) -> tuple[object, Again | None]:
+        """Which sample that is, and how to load it again; None where there is none to name."""
+        asked = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
+        if asked is None or self._iterable or position < 0:
+            return None, None
+        indices = tuple(asked) if self._auto_collation else (asked,)
+        if position >= len(indices):
+            return None, None
+        return indices[position], Again(self._seed, task - self._first_task, indices[: position + 1], position)
+
+    # What a worker is told -----------------------------------------------------------------------------------------
+
+    def payload(self, send: Send) -> bytes:
+        asked = self._asked[send.task]
+        if self._iterable:
+            done, snapshot = self._marks[send.worker], self.snapshots.get(send.worker)
+            size = len(asked) if self._auto_collation else 1
+            return pickle.dumps((self._seed, self._epoch, send.number, size, done, snapshot, self._shared_seed), 5)
+        spares = self._spares(send.task) if self._replaces else ()
+        positions = None
+        if send.bad:
+            asked, positions = self._without(asked, send.bad, spares)
+            if self._skips:
+                self._missing[send.task] = len(set(send.bad))
+        number = send.task - self._first_task
+        return pickle.dumps((self._seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
+
+    def _spares(self, task: int) -> list[Any]:
+        """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""
+        chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
+        count = self._given_by[task]
+        return [self._given[chooser.randrange(count)] for _ in range(SPARES)]
+
+    def _without(self, asked: Any, bad: tuple[int, ...], spares: Any) -> tuple[Any, Any]:
+        """The indices less those that kill, or with others in their place; and the positions they stand at."""
+        if not self._auto_collation:
+            return (spares[(len(bad) - 1) % len(spares)] if spares else asked), None
+        asked = list(asked)
+        if self._replaces:
+            for position in set(bad):
+                asked[position] = spares[(bad.count(position) - 1) % len(spares)]
+            return asked, None
+        positions = [i for i in range(len(asked)) if i not in bad]
+        return [asked[i] for i in positions], positions
