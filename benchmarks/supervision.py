@@ -135,7 +135,7 @@ def begin(load: Load, dataset: Any) -> Any:
 
 def cpu_of(iterator: Any, batches: int) -> float:
     """CPU seconds of trainer, keeper and workers for so many batches; nobody else works meanwhile."""
-    pids = [iterator._host._keeper_pid, *(worker.pid for worker in iterator._workers)]
+    pids = [iterator._host.keeper_pid, *(worker.pid for worker in iterator._workers)]
     before = cpu_s(pids)
     for _ in range(batches):
         next(iterator)

@@ -6,8 +6,10 @@ import pickle
 import re
 from pathlib import Path
 
+import pytest
+
 import holdfast
-from holdfast import RankExited, RankRaised, errors
+from holdfast import RankExited, RankRaised, core, errors, local
 from holdfast.testing import FAULTS
 
 SOURCE = Path(holdfast.__file__).parent
@@ -69,6 +71,20 @@ def test_the_map_of_the_package_is_true():
     for room in {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}:
         assert f"{room}/" in holdfast.__doc__, room
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
+
+
+@pytest.mark.parametrize("room", [core, local], ids=lambda room: room.__name__)
+def test_the_map_of_a_room_is_true(room):
+    """Every module stands at the beginning of a line, in one list or alone; and nothing else does."""
+    lines = [re.split(r"  +", line)[0] for line in room.__doc__.splitlines()[1:]]
+    named = [name for line in lines if line and not line.endswith(":") for name in line.split(", ")]
+    assert sorted(named) == sorted(path.stem for path in Path(room.__file__).parent.glob("[a-z]*.py"))
+
+
+def test_files_that_the_docs_name_exist():
+    for page in DOCS.glob("*.md"):
+        for name in re.findall(r"`((?:core|shm|local|diagnose|loader|pool|launch)/\w+\.(?:py|c))`", page.read_text()):
+            assert (SOURCE / name).exists(), f"{page.name}: {name}"
 
 
 def test_every_error_survives_pickling():

@@ -1,7 +1,7 @@
 """Holdfast: data loading for PyTorch with processes that are allowed to die.
 
 errors, policy   what can be raised, and what can be set
-core/            decides: the ledger; no I/O, no clock
+core/            decides: the ledger, and whom it asks; no I/O, no clock
 shm/             shared memory: who owns which bytes
 local/           workers as processes of this machine: host, keeper, worker, pulse
 diagnose/        why it happened: findings, report
@@ -11,7 +11,7 @@ launch/          spawn: N ranks, the first failure named, all started again if y
 testing/         faults to inject, for our tests and yours
 cli/             the command line
 
-An import points one way, down this list: a test keeps it so.
+An import points one way, down this list: a test keeps it so. core/ and local/ have maps of their own.
 """
 
 from holdfast.diagnose.report import Incident, Report

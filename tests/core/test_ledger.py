@@ -1,6 +1,7 @@
 """The ledger's rules, one by one: events in, actions out, no process anywhere."""
 
 import signal
+from typing import get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from holdfast.core.messages import (
     Discard,
     Drawn,
     Drop,
+    Event,
     Exhausted,
     Exited,
     Finished,
@@ -23,11 +25,15 @@ from holdfast.core.messages import (
     Opened,
     Place,
     Renew,
+    Rested,
     Retire,
+    Returned,
     Send,
+    Spared,
     Stage,
     Start,
     Stop,
+    Withdrawn,
 )
 from holdfast.core.story import Story, replay
 from holdfast.policy import Policy
@@ -274,6 +280,32 @@ def test_a_replayed_story_gives_the_same_actions():
     assert replay(story, Ledger(2, 2, Policy()).on) == actions
     assert [e.task for e in story.of_task(2)] == [2, 2]
     assert len(story.of_worker(0)) == 4
+
+
+def test_the_story_gives_every_kind_of_event_back():
+    """Two of them are kept as bare tuples: no other may be taken for one of those."""
+    place = Place(0, 0, Stage.FETCH, 0.1)
+    events = [
+        Opened(0.0),
+        Drawn(0, 4),
+        Drawn(1, 1, 2),
+        Withdrawn(1),
+        Returned(0, 1, 1),
+        Spared(0, 1),
+        Rested(),
+        Booted(0, 1),
+        BootFailed(0, 1, None),
+        Finished(0, 1, 0, None, 1),
+        Exhausted(0, 1, 0),
+        Exited(0, 1, 1.0, Cause.EXIT, 1, place),
+        Allowed(3, False),
+    ]
+    assert {type(event) for event in events} == set(get_args(Event))
+    story = Story()
+    for event in events:
+        story.tell(event)
+    again = list(story)
+    assert [(type(event), event) for event in again] == [(type(event), event) for event in events]
 
 
 @pytest.mark.parametrize("cause", [Cause.KEEPER])

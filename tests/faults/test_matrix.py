@@ -127,9 +127,9 @@ def strike(row: Row):
                 os.kill(host.workers[0].pid, number)
                 time.sleep(0.25)
             case "keeper":
-                os.kill(host._keeper_pid, number)
+                os.kill(host.keeper_pid, number)
             case "group":
-                for pid in (host._keeper_pid, *(w.pid for w in host.workers)):
+                for pid in (host.keeper_pid, *(w.pid for w in host.workers)):
                     os.kill(pid, number)
                 time.sleep(0.25)
 

@@ -334,7 +334,7 @@ def test_the_keeper_may_be_killed(method, tmp_path):
         waiting = [pool.submit(calls.square, i) for i in range(10)]
         for name in "ab":
             until((tmp_path / name).exists, f"task {name} never began")
-        os.kill(pool._dispatcher._host._keeper_pid, signal.SIGKILL)
+        os.kill(pool._dispatcher._host.keeper_pid, signal.SIGKILL)
         with pytest.raises(TaskLost, match="keeper-lost"):
             lost.result(20)
         (tmp_path / "go").touch()

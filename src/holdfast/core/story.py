@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from holdfast.core.messages import (
     Action,
+    Allowed,
     Booted,
     BootFailed,
     Drawn,
@@ -49,7 +50,7 @@ class Story:
             match kept:
                 case Finished() | Drawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
                     yield kept
-                case Withdrawn() | Returned() | Spared() | Rested():
+                case Withdrawn() | Returned() | Spared() | Rested() | Allowed():
                     yield kept
                 case (task, samples):
                     yield Drawn(task, samples)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.core.ledger import OWN_FAULT
+from holdfast.core.inquest import OWN_FAULT
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, Finding, find
 from holdfast.diagnose.report import Incident

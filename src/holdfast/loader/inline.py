@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from holdfast.core.ledger import BREAKER_LEAST
+from holdfast.core.breaker import BREAKER_LEAST
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.errors import SampleError

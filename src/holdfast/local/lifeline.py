@@ -1,19 +1,26 @@
-"""What the trainer holds of one life, and what it shows of it to others."""
+"""Lifeline: what the trainer holds of one life, and what it shows of it to others.
+
+It owns the pipe through which a life gets its tasks, and the memory file with its slots and letter boxes. A task lies
+in a letter box from the moment it is sent until it is answered, or taken back.
+"""
 
 import os
 import signal
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.messages import Cause
-from holdfast.local import linux
-from holdfast.local.wire import TASK, LifeEnded
+from holdfast.local import forks, linux
+from holdfast.local.journals import Journals
+from holdfast.local.wire import TASK, LifeEnded, StartLife
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.slots import SMALLEST_STRIDE, Slots, stride_for
+from holdfast.shm.pack import unpack
+from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Gate, Slots, stride_for, strides_for
 
 # How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
 START_S = 10.0
+_NO_JOURNAL = (b"", 0)
 
 
 class Parcel(NamedTuple):
@@ -33,20 +40,81 @@ class Parcel(NamedTuple):
         """Bytes from the start of the slot to the end of the spec, which comes last."""
         return self.where + 16 * self.buffers + self.spec_bytes
 
+    def open(self, gate: Gate | None, small: int) -> Any:
+        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied."""
+        slots, slot = self.slots, self.slot
+        if slots is None:
+            assert self.file is not None
+            return unpack(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
+        start = slot * slots.stride
+        view = slots.memory.view[start : start + slots.stride]
+        lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
+
+        def lend() -> memoryview | None:
+            view = slots.lend(slot)
+            lent.append(view is not None)
+            if view is not None and gate is not None:
+                gate.register(slots, slot, self.size)
+            return view
+
+        try:
+            return unpack(view, self.where, self.buffers, self.spec_bytes, lend, small)
+        finally:
+            if not any(lent):
+                slots.put_back(slot)
+
 
 class Lifeline:
     """The trainer's ends of one life."""
 
-    def __init__(self, life: int, tasks: int, unread: int, slots: Slots) -> None:
+    def __init__(self, life: int, tasks: int, unread: int, slots: Slots, journals: Journals) -> None:
         """`unread`: the other end of the pipe of tasks, or -1; what the worker has not read can be taken back there."""
         self.life = life
         self.tasks = tasks
+        self._journals = journals
+        self._takes_back = unread >= 0
         self._unread = unread
         self.slots = slots
         self.boxes: dict[int, int] = {}  # task -> its letter box
         self.waiting: deque[tuple[int, bytes]] = deque()  # tasks for which there is no box yet, and their payloads
         self.unsent = b""  # TASK records
         self.pid: int | None = None
+
+    def send(self, task: int, payload: bytes) -> None:
+        """With its journal, if there is one. Where tasks may be taken back, they go out with the next `flush`."""
+        if self.tasks < 0:
+            return
+        slots = self.slots
+        box = slots.take_box()
+        if box is None:  # an epoch was left, and what it had asked for is not answered yet
+            self.waiting.append((task, payload))
+            return
+        self.boxes[task] = box
+        start = box * slots.stride
+        size = len(payload)
+        saved, count = self._journals.get(task, _NO_JOURNAL) if self._journals else _NO_JOURNAL
+        slots.memory.view[start : start + size] = payload
+        if count:
+            slots.memory.view[start + size : start + size + len(saved)] = saved
+        record = TASK.pack(task, box, size, len(saved), count)
+        if self._takes_back:
+            self.unsent += record
+            return
+        try:
+            os.write(self.tasks, record)
+        except BrokenPipeError:
+            pass  # it is dying: its Exited is on the way, and the task goes out again
+        except BlockingIOError:  # thousands of tasks for one worker: the rest follow when it has answered some
+            slots.free_box(self.boxes.pop(task))
+            self.waiting.append((task, payload))
+
+    def answered(self, task: int) -> None:
+        """Its letter box is free, for one that waits if any does."""
+        box = self.boxes.pop(task, None)
+        if box is not None:
+            self.slots.free_box(box)
+            if self.waiting:
+                self.send(*self.waiting.popleft())
 
     def flush(self) -> None:
         """Give the worker what is unsent. One that is dying gets nothing: its Exited is on the way."""
@@ -67,13 +135,58 @@ class Lifeline:
             os.close(self._unread)
             self._unread = -1
 
-    def take_back(self, most: int) -> list[tuple[int, ...]]:
+    def take_back(self, most: int = 1) -> list[int]:
+        """The next tasks that the worker has not begun, if there are any: it will not begin them."""
+        self.flush()
+        tasks = [task for task, *_ in self._take_unread(most)]
+        for task in tasks:
+            self.slots.free_box(self.boxes.pop(task))
+        return tasks
+
+    def isolate(self, task: int) -> set[int] | None:
+        """Take back everything but this task, if the worker is at work on it: that is then all it can be at work on.
+
+        None if it is not; then it keeps all the others.
+        """
+        self.flush()
+        unread = self._take_unread(len(self.boxes))
+        behind = {record[0] for record in unread}
+        if task in self.boxes and task not in behind and len(self.boxes) == len(behind) + 1:
+            return behind
+        for record in unread:
+            if record[0] == task:
+                self.slots.free_box(self.boxes.pop(task))
+            else:
+                self.unsent += TASK.pack(*record)
+        self.flush()
+        return None
+
+    def _take_unread(self, most: int) -> list[tuple[int, ...]]:
         """TASK records that the worker has not read. A read takes a record or leaves it: one of us has it."""
         try:
             data = os.read(self._unread, TASK.size * most) if self._unread >= 0 else b""
         except BlockingIOError:
             return []
         return list(TASK.iter_unpack(data))
+
+
+def begin_life(
+    worker: int, life: int, busy: int, gate: Gate | None, journals: Journals, *, take_back: bool
+) -> tuple[Lifeline, StartLife, list[int]]:
+    """The trainer's ends; the order for the keeper, and the descriptors that go with it, to be closed here then."""
+    slots, boxes = busy + KEEPABLE, busy
+    tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
+    fd, memory, stride = sparse_file(strides_for(slots, boxes))
+    crash = new_file("crash", 0)
+    space = Slots(memory, stride, slots, boxes, gate)
+    forks.watch_slots(space)
+    unread = -1
+    if take_back:
+        # A description of its own: the worker's end must go on blocking.
+        unread = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(tasks_w, False)
+    line = Lifeline(life, tasks_w, unread, space, journals)
+    return line, StartLife(worker, life, slots, boxes, stride), [tasks_r, fd, crash]
 
 
 class Asked(Protocol):

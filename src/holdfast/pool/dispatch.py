@@ -129,7 +129,7 @@ class Dispatcher:
     @property
     def handles(self) -> list[WorkerHandle]:
         """What others may know of the worker processes, as far as they were needed."""
-        return [handle for i, handle in enumerate(self._host.workers) if self._host.is_started(i)]
+        return [handle for i, handle in enumerate(self._host.workers) if self._host.has_life(i)]
 
     @property
     def running(self) -> int:

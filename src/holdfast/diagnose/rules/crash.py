@@ -2,7 +2,7 @@
 
 import signal
 
-from holdfast.core.ledger import OWN_FAULT
+from holdfast.core.inquest import OWN_FAULT
 from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.local.evidence import Evidence

@@ -1,0 +1,162 @@
+"""Inquest: what a death says of the task it fell on, and of going on at all.
+
+A crash is a strike against the sample that was being loaded. A death that may have come from outside is one as far as
+chance does not explain it (blame.py). When patience is at its end (patience.py) and it is one place that nothing gets
+past, that is bad, however few strikes it has; if it is not, going on would not help. The ledger does what the verdict
+says.
+"""
+
+import signal
+from enum import Enum, auto
+from typing import NamedTuple
+
+from holdfast.core import blame
+from holdfast.core.messages import Cause, Exited, Place, Stage
+from holdfast.core.patience import Patience
+from holdfast.core.roster import Worker
+from holdfast.core.task import Task, past_of
+from holdfast.policy import Policy
+
+# Signals that a program raises against itself by what it does; all others may come from anybody.
+OWN_FAULT = frozenset(
+    (
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    )
+)
+WHOLE_TASK = -1  # the position that stands for collate and send
+
+
+class Outcome(Enum):
+    """What is to be done after a death."""
+
+    AGAIN = auto()  # a new life, and the task once more
+    BAD = auto()  # the sample, or the whole task, is given up
+    RENEW = auto()  # all workers may have inherited a held lock: new ones, from a new keeper
+    STOP = auto()  # going on would not help
+
+
+class Verdict(NamedTuple):
+    """`strike` of `needed`: how the sample stands; 0 of 0 where nobody is to blame."""
+
+    outcome: Outcome
+    strike: int
+    needed: int
+
+
+class Inquest:
+    """It owns the past of each task (`Task.past`) and `Task.alone`, `Task.stay`: what the next life has to heed."""
+
+    def __init__(self, policy: Policy, workers: int) -> None:
+        self._strikes = policy.strikes
+        self._workers = workers
+        self.patience = Patience(workers, policy.restarts)
+        self.opened_at = 0.0
+        self.proven = False  # some sample got through, so no lock was inherited by all
+        self._renewed = False
+        self._kills = 0  # deaths that may have come from outside; those on one and the same sample count once
+        self._luck = 1.0  # the chance that the last judged death was plain bad luck
+
+    def hold(self, event: Exited, worker: Worker, task: Task | None, on: Place | None) -> Verdict:
+        """A worker died. `task`, `on`: what is charged with it, if anything is."""
+        self._count(event, worker, task, on)
+        counted = task is not None and task.lives is not None  # its attempts are bounded anyway
+        if not counted and self._looks_like_inherited_lock(event, on):
+            self._renewed = True
+            return Verdict(Outcome.RENEW, 0, 0)
+        strike, needed, bad = self._judge(event, task, on)
+        if not bad and not counted and self.patience.is_out(worker.id):
+            bad = task is not None and on is not None and self._is_stuck_on(worker, task, on)
+            if not bad:
+                return Verdict(Outcome.STOP, strike, needed)
+            # This is what nothing gets past: it cannot be loaded here.
+        return Verdict(Outcome.BAD if bad else Outcome.AGAIN, strike, needed)
+
+    def refuse(self, event: Exited, worker: Worker) -> bool:
+        """It was refused something, and must go on with what it has. False when that is of no use any more."""
+        self._count(event, worker, None, None)
+        return not self.patience.is_out(worker.id)
+
+    def spend(self, task: Task, on: Place) -> None:
+        """A worker left for a fresh one while it was on this task, which may come no further there."""
+        past = past_of(task)
+        position = on.position if on.stage is Stage.FETCH else task.samples
+        if position <= past.spent:
+            task.stay = position
+        past.spent = max(past.spent, position)
+
+    def _count(self, event: Exited, worker: Worker, task: Task | None, on: Place | None) -> None:
+        if not worker.ready and not _maybe_chance(event):
+            self.patience.died_in_boot(worker.id)
+        if task is None or on is None:
+            self.patience.died(worker.id, None)
+            return
+        past = past_of(task)
+        if on.position > past.reached:
+            self.patience.progress()
+            self.proven = self.proven or on.position > 0
+            # From the second attempt on, what was loaded is kept for the next life: only that is a height gained.
+            past.reached = on.position if task.attempt else -1
+        for position in [p for p in past.hits if WHOLE_TASK < p < on.position]:
+            del past.hits[position]  # it got through this time: not poison
+        self.patience.died(worker.id, (task.id, blamed_position(on)))
+
+    def _is_stuck_on(self, worker: Worker, task: Task, on: Place) -> bool:
+        hardly_chance = self._luck < blame.LAST_CHANCE
+        return self.patience.is_stuck_on(worker.id, (task.id, blamed_position(on)), hardly_chance)
+
+    def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
+        """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
+        maybe_chance = _maybe_chance(event)
+        if task is not None and task.lives is not None:
+            return task.attempt + 1, task.lives, task.attempt + 1 >= task.lives
+        if task is None or on is None:
+            self._kills += maybe_chance
+            return 0, 0, False
+        if on.stage is Stage.FETCH_MANY:
+            self._kills += maybe_chance
+            task.alone = True  # one by one, so that the next death has a name
+            return 0, 0, False
+        if on.stage is Stage.REPLAY and maybe_chance:
+            self._kills += 1
+            return 0, 0, False  # what it replays was loaded before, and did no harm
+        past = past_of(task)
+        position = blamed_position(on)
+        if not maybe_chance:
+            strike = past.crashes[position] = past.crashes.get(position, 0) + 1
+            return strike, self._strikes, strike >= self._strikes
+        hits, exposed_s = past.hits.get(position, (0, 0.0))
+        self._kills += hits == 0
+        hits, exposed_s = hits + 1, exposed_s + on.seconds
+        past.hits[position] = (hits, exposed_s)
+        lived_s = (event.at - self.opened_at) * self._workers
+        self._luck = blame.luck(hits, self._kills - 1 + hits, exposed_s, lived_s)
+        return hits, self._strikes, hits >= self._strikes and self._luck < blame.CHANCE
+
+    def _looks_like_inherited_lock(self, event: Exited, on: Place | None) -> bool:
+        """A hang on the very first sample that anybody loaded: a fork may have copied a held lock. Once only."""
+        return (
+            event.cause is Cause.DEADLINE and not self.proven and not self._renewed and (on is None or on.position <= 0)
+        )
+
+
+def is_charged(task: Task, on: Place, event: Exited) -> bool:
+    """With a number of lives: for whatever ended it, once it had begun. Otherwise not for the keeper's death."""
+    if task.lives is not None:
+        return on.stage >= Stage.FETCH
+    return event.cause is not Cause.KEEPER
+
+
+def blamed_position(on: Place) -> int:
+    """The sample's; or that of the whole task, where no sample was being loaded."""
+    return on.position if on.stage is Stage.FETCH else WHOLE_TASK
+
+
+def _maybe_chance(event: Exited) -> bool:
+    """True for a death that may have come from outside."""
+    return event.cause is Cause.SIGNAL and event.code not in OWN_FAULT

@@ -1,0 +1,133 @@
+"""Answers: what workers say becomes events.
+
+It owns the pipe on which all of them answer, and the socket through which files come that are too large for a slot,
+each ahead of its record.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+
+from holdfast.core.host import Room, Silence
+from holdfast.core.messages import Booted, BootFailed, Event, Exhausted, Finished
+from holdfast.errors import HoldfastError
+from holdfast.local.journals import Journals
+from holdfast.local.lifeline import Lifeline, Parcel
+from holdfast.local.wire import MAGIC, RECORD, Kind
+from holdfast.shm.memory import Memory
+
+_BATCH, _ERROR = MAGIC | Kind.BATCH, MAGIC | Kind.ERROR
+_AT_ONCE = RECORD.size * 50
+
+
+class Answers:
+    """`lifelines`, `marks`: of each worker, as they are now; the marks are written here.
+
+    `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper.
+    """
+
+    def __init__(self, lifelines: Sequence[Lifeline | None], marks: list[int], journals: Journals) -> None:
+        self._lifelines = lifelines
+        self._marks = marks
+        self._journals = journals
+        self._floor = 0
+        self.pipe, self.pipe_w = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.pipe, False)
+        self._files, self.files_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._files.setblocking(False)
+        self._taken: dict[tuple[int, ...], int] = {}  # record -> descriptor of its file
+
+    def abandon_below(self, task: int) -> None:
+        """Marks of tasks before this one do not count any more."""
+        self._floor = task
+        self._marks[:] = [0] * len(self._marks)
+
+    def drain(self, events: list[Event | Silence | Room]) -> None:
+        """All that workers have said so far."""
+        while True:
+            try:
+                data = os.read(self.pipe, _AT_ONCE)
+            except BlockingIOError:
+                return
+            for record in RECORD.iter_unpack(data):
+                event = self._understand(record)
+                if event is not None:
+                    events.append(event)
+            if len(data) < _AT_ONCE:
+                return
+
+    def _understand(self, record: tuple[int, ...]) -> Event | None:
+        kind, worker, life, task, slot, where, buffers, spec_bytes, bad, mark = record
+        if kind & ~0xFF != MAGIC:
+            raise HoldfastError(
+                "something in a worker wrote into Holdfast's own pipe: does the dataset close or reuse "
+                "descriptors that it did not open (os.closerange)?"
+            )
+        line = self._lifelines[worker]
+        if line is None or line.life != life:
+            return None  # an earlier life; its memory went with it
+        line.answered(task)
+        if mark and task >= self._floor:
+            self._marks[worker] = mark
+        if kind in (_BATCH, _ERROR):
+            if self._journals:
+                self._journals.pop(task, None)
+            slots = line.slots
+            parcel = Parcel(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
+            slots.used(slot, parcel.size)
+            return Finished(worker, life, task, parcel, bad)
+        return self._understand_rare(Kind(kind & 0xFF), line, record)
+
+    def _understand_rare(self, kind: Kind, line: Lifeline, record: tuple[int, ...]) -> Event | None:
+        _, worker, life, task, slot, where, buffers, spec_bytes, bad, _ = record
+        match kind:
+            case Kind.BOOTED:
+                return Booted(worker, life)
+            case Kind.BOOT_FAILED:
+                return BootFailed(
+                    worker, life, Parcel(line.slots, slot, None, where, buffers, spec_bytes, True, worker)
+                )
+            case Kind.EXHAUSTED:
+                line.slots.put_back(slot)
+                return Exhausted(worker, life, task)
+            case Kind.ABANDONED:
+                return None  # its letter box is free already, and it had no slot
+            case Kind.BATCH_IN_FILE:
+                line.slots.put_back(slot)
+                parcel = Parcel(None, 0, self._file_of(record), where, buffers, spec_bytes, False, worker)
+                return Finished(worker, life, task, parcel, bad)
+            case _:
+                raise AssertionError(f"unknown record {record}")
+
+    def _file_of(self, record: tuple[int, ...]) -> Memory:
+        """The file that this worker sent just before it wrote the record."""
+        self._take_files()
+        fd = self._taken.pop(record)
+        try:
+            return Memory(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def _take_files(self) -> None:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._files, RECORD.size, 1)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._taken[RECORD.unpack(data)] = fds[0]
+
+    def close(self) -> None:
+        """What nobody has asked for goes, too."""
+        self._take_files()
+        for fd in (self.pipe, self.pipe_w, *self._taken.values()):
+            os.close(fd)
+        self._taken.clear()
+        self._files.close()
+        self.files_w.close()
+
+    def close_in_child(self) -> None:
+        """What is ours; the other ends are the keeper's, which may be this child."""
+        os.close(self.pipe)
+        self._files.close()
