@@ -1,8 +1,9 @@
 """num_workers="auto" against fixed numbers, in one command and one table: python benchmarks/auto.py
 
-Three loads: samples that compute, that wait, and that need much memory for a moment. Each number, and "auto", begins with
-nothing and runs for the same time, which counts from before the first process is started: what the search costs "auto" is
-in its figure, and so is what many workers cost at the start. The rounds are interleaved, in another order each time.
+Three loads: samples that compute, that wait, and that need much memory for a moment. Each number, and "auto", begins
+with nothing and runs for the same time, which counts from before the first process is started: what the search costs
+"auto" is in its figure, and so is what many workers cost at the start. The rounds are interleaved, in another order
+each time.
 """
 
 import argparse

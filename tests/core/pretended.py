@@ -28,10 +28,18 @@ class Run:
     waited_s: float = 0.0
     numbers: list[tuple[float, int]] = field(default_factory=list)
     """When there were to be how many, from then on."""
+    delivered: list[float] = field(default_factory=list)
+    """When each batch came."""
 
     @property
     def rate(self) -> float:
         return self.batches / self.seconds
+
+    @property
+    def late_rate(self) -> float:
+        """Of the second half of the batches."""
+        middle = self.batches // 2
+        return (self.batches - middle) / (self.seconds - self.delivered[middle - 1])
 
     @property
     def last(self) -> int:
@@ -47,8 +55,8 @@ class Worker:
 
 
 class Pretended:
-    """`rate_of(workers)`: batches per second of so many. `noise`: of the machine, of each `WEATHER_S`; `uneven`: of each
-    batch. `step_s`: how long the trainer works on a batch.
+    """`rate_of(workers)`: batches per second of so many. `noise`: of the machine, of each `WEATHER_S`; `uneven`: of
+    each batch. `step_s`: how long the trainer works on a batch.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class Pretended:
             run.waited_s += self._at - began
             self._look(run.waited_s)
             run.batches += 1
+            run.delivered.append(self._at)
             self._free(self._made_by.pop(turn))
             self._draw()
             if self._step_s:
@@ -116,9 +125,12 @@ class Pretended:
         allowed, workers = self._crew.allowed.workers, self._workers
         if allowed != len(workers):
             self.run.numbers.append((self._at, allowed))
+        first = not workers
         while allowed > len(workers):
             workers.append(Worker(self._at + START_S))
-            self._places.extend([workers[-1]] * AHEAD)
+            self._places.extend([workers[-1]] * (1 if first else AHEAD))
+        if first:
+            self._places.extend(workers * (AHEAD - 1))
         while allowed < len(workers):
             gone = workers.pop()
             gone.there = False

@@ -107,7 +107,7 @@ class Search:
     def __init__(self, start: int) -> None:
         self._now = start
         self._since: tuple[float, int, float] | None = None  # when the stretch at hand began, and the totals then
-        self._settling = 0  # batches that must pass before a new number shows
+        self._settling = start  # batches that must pass before the number shows; everybody waits for the first ones
         self._counted = 0  # batches of the stretch, in whole rounds
         self._before: Before | None = None  # set during a try
         self._up = True  # where the next try goes
@@ -118,6 +118,7 @@ class Search:
     def rest(self) -> None:
         """Forget the stretch at hand, and the try."""
         self._since = self._before = None
+        self._settling = max(self._now, self._settling)
 
     def look(self, at: float, batches: int, waited_s: float, now: int, most: int) -> int:
         """How many it shall be from now on; `now` there are."""
@@ -164,9 +165,11 @@ class Search:
             return self._now
         if gain < needed:
             return self._take_back(at, before)
-        self._before, self._rest = None, REST
+        self._before = None
         if share > 1:
             steep = gain - 1 >= STEEP * (share - 1)
+            if steep and self._leap:
+                self._rest = REST  # no chance: it is another load than before
             self._up = steep or not self._leap  # a leap that brought little went too far, perhaps
             self._leap = steep
         if self._now == (most if self._up else 1):
