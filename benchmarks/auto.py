@@ -69,7 +69,7 @@ def rate(dataset: Any, seconds: float, workers: Any) -> tuple[float, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--fixed", default=",".join(str(n) for n in FIXED))
