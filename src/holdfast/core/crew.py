@@ -30,7 +30,7 @@ LONG = 4.0
 # Workers need so long to start at most, as a rule. Who is slower by this factor even before what is on its way has
 # passed is too slow.
 SETTLE_S, PATIENCE_S = 0.25, 3.0
-SLOW = 1.3
+SLOW = 1.6
 # Below this share of waiting there is nothing to gain.
 WAITS = 0.05
 # What more workers must bring to be kept, and what fewer must; and which share of the most that more could bring is a
