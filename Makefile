@@ -27,7 +27,7 @@ test: $(VENV)/ready
 test-all: $(VENV)/ready
 	HOLDFAST_SLOW=1 $(BIN)/python -m pytest
 
-# auto against fixed numbers of workers; ten minutes.
+# auto against fixed numbers of workers; eighteen minutes.
 bench-auto: $(VENV)/ready
 	$(BIN)/python benchmarks/auto.py
 
