@@ -298,6 +298,10 @@ class LocalHost:
         line = self._lifelines[worker]
         if line is not None and line.life == life:
             self.pulses[worker].words[ASKED] = Leave.ASKED
+            line.flush()
+            for task, *_ in line.take_back(self._busy):
+                del line.boxes[task]
+                self._events.append(Returned(worker, life, task))
             line.hang_up()  # an idle one waits there
 
     def release(self, worker: int, life: int, grace_s: float) -> None:
@@ -307,9 +311,14 @@ class LocalHost:
             self._end(worker, life, grace_s)
 
     def kill(self, worker: int, life: int, task: int) -> None:
+        self._drain()  # it is not on what it has finished
         line = self._lifelines[worker]
-        if line is None or line.life != life or line.tasks < 0:
-            return  # it ends already
+        if line is None or line.life != life:
+            return
+        if line.tasks < 0:  # it leaves after what it is on; what it had not begun was taken back
+            if task in line.boxes:
+                self._end(worker, life, 0.0)
+            return
         line.flush()
         unread = line.take_back(self._busy)
         behind = {record[0] for record in unread}
