@@ -279,6 +279,11 @@ def _of_loader(stats: dict[str, Any]) -> str:
     )
 
 
+def done_by(stats: dict[str, Any], worker: dict[str, float]) -> str:
+    """What a worker has done, in the words of its face: a pool has tasks."""
+    return f"{worker['batches']:,.0f} tasks" if "submitted" in stats else f"{worker['samples']:,.0f} samples"
+
+
 def _times(first: float, last: float, count: int) -> str:
     """ ", first 09:12:01, last 14:55:10"; with the day where it is not the same one."""
     if not first or not last:
@@ -324,7 +329,7 @@ class Report:
     def _resources(self) -> list[str]:
         """A line for each worker, and for each cache."""
         lines = [
-            f"  worker {w['worker']}: {w['samples']:.0f} samples, {w['bytes_sent'] / 2**20:.0f} MiB sent, busy "
+            f"  worker {w['worker']}: {done_by(self.stats, w)}, {w['bytes_sent'] / 2**20:.0f} MiB sent, busy "
             f"{w['busy_s']:.1f} s, waited {w['waiting_s']:.1f} s; grew by {w['peak_bytes'] / 2**20:.0f} MiB at most, "
             f"{w['descriptors']:.0f} descriptors"
             for w in self.stats.get("per_worker", ())

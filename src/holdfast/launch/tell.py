@@ -1,5 +1,6 @@
 """What the user is told of a group: the cause with its finding, what followed from it, and what was printed last."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,7 +35,8 @@ def case_of(rank: Rank, did: str = "") -> Case:
     code = rank.exit_code
     if said is not None and said.what in ("raised", "boot"):
         what = "boot" if said.what == "boot" else "raised"
-        return Case(what=what, worker=rank.number, pid=rank.pid, raised=said.raised, did=did)  # type: ignore[arg-type]
+        about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth}
+        return Case(what=what, raised=said.raised, did=did, **about)  # type: ignore[arg-type]
     return Case(
         what="exited" if rank.entered or code <= 0 else "boot",
         worker=rank.number,
@@ -151,6 +153,7 @@ class Attempt:
             signal=signal_name(case.code) if case.cause is Cause.SIGNAL else None,
             exit_code=case.code if case.cause is Cause.EXIT else None,
             stack=raised.traceback.rstrip() if raised is not None else _users_frames(evidence),
+            at=time.time(),
         )
 
     def _stopped(self) -> str:

@@ -623,11 +623,11 @@ class LocalHost:
         self._journals.pop(on.task, None)
         if line is None or line.life != life or on.stage is not Stage.FETCH or not count:
             return
-        if words[POSITION] != on.position:
+        if words[POSITION] != on.position and not self._takes_back:
             return  # it went on between the verdict and its end: what it wrote reaches past the sample in question
         start = words[SLOT] * line.slots.stride
         saved = bytes(line.slots.memory.view[start : start + words[JOURNAL_BYTES]])
-        if len(saved) < line.slots.stride // 4:  # it must fit beside the payload
+        if len(saved) < line.slots.stride // 4 or self._takes_back:  # it must fit beside the payload
             self._journals[on.task] = (saved, count)
 
     def _lose_keeper(self) -> None:
@@ -644,6 +644,8 @@ class LocalHost:
                 evidence = Evidence(pid=line.pid or 0)
                 pulse = self.pulses[worker]
                 on = pulse.place(now) if pulse.words[LIFE] == line.life else None  # or it was never begun
+                if on is not None:
+                    self._take_journal(worker, line.life, on)
                 self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
         self._begin_room()
         self._launch()
@@ -655,17 +657,22 @@ class LocalHost:
 
     # Parcels -------------------------------------------------------------------------------------------------------
 
-    def take_out(self, parcel: object, small: int = SMALL) -> Any:
+    def take_journals(self) -> dict[int, tuple[bytes, int]]:
+        """By task: what workers that died had done of theirs, for whoever does not want it sent to the next life."""
+        journals, self._journals = self._journals, {}
+        return journals
+
+    def take_out(self, parcel: object, small: int = SMALL, read: Any = unpack) -> Any:
         """What a parcel holds. Its slot is free when the last view of it is gone.
 
-        Leaves below `small` bytes are copied out of it.
+        Leaves below `small` bytes are copied out of it. `read`: as `unpack`, where it was not packed as usual.
         """
         assert isinstance(parcel, Parcel)
         slots = parcel.slots
         if slots is None:
             assert parcel.file is not None
             whole = parcel.file.export
-            return unpack(parcel.file.view, parcel.where, parcel.buffers, parcel.spec_bytes, whole, small)
+            return read(parcel.file.view, parcel.where, parcel.buffers, parcel.spec_bytes, whole, small)
         slot = parcel.slot
         start = slot * slots.stride
         view = slots.memory.view[start : start + slots.stride]
@@ -679,7 +686,7 @@ class LocalHost:
             return view
 
         try:
-            return unpack(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend, small)
+            return read(view, parcel.where, parcel.buffers, parcel.spec_bytes, lend, small)
         finally:
             if not any(lent):
                 slots.put_back(slot)

@@ -14,6 +14,8 @@ from holdfast.policy import Policy
 from holdfast.pool.call import Call
 from holdfast.pool.job import Failure
 
+_COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "restarts")
+
 
 class Teller(Voice):
     """One pool's. `calls`: those that are with workers, by number."""
@@ -40,12 +42,19 @@ class Teller(Voice):
 
     def name(self, task: int, position: int) -> dict[str, Any]:
         call = self._calls.get(task)
-        return {} if call is None else _about(call)
+        if call is None:
+            return {}
+        return _about(call.alone(task, min(position, call.items - 1)) if call.items else call)
 
     def death(self, note: Note) -> Case:
         """In a pool nobody is judged: a task has a number of attempts, and that is all."""
+        on = note.event.on
+        call = self._calls.get(on.task) if on is not None else None
         if not note.needed:
             did = "started a new worker; no task was lost"
+        elif call is not None and call.items:
+            again = "is run again" if call.lives > 1 else "has this error"
+            did = f"started a new worker; this item {again}, the others of its chunk go on"
         elif note.strike < note.needed:
             did = "started a new worker, which runs the task again"
         else:
@@ -145,6 +154,16 @@ class Teller(Voice):
         elif event.on is not None and event.on.stage < Stage.IDLE:
             why = "workers die before they are ready; the last:"
         return PoolBroken(f"{why}\n{incident}")
+
+
+def stats_of(record: Record, running: int, waiting: int, workers: int) -> dict[str, Any]:
+    """Of a pool: totals so far, calls that are with workers and that wait, and what each worker has done and used."""
+    return {name: record.counts[name] for name in _COUNTS} | {
+        "running": running,
+        "waiting": waiting,
+        "workers": workers,
+        "per_worker": record.workers.figures(),
+    }
 
 
 def _about(call: Call) -> dict[str, Any]:
