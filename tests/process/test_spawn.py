@@ -1,7 +1,7 @@
 """spawn on real processes: the cause is named, nobody is left, and what works with torch's works with ours."""
 
-import logging
 import json
+import logging
 import multiprocessing
 import os
 import pickle

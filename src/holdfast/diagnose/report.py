@@ -82,10 +82,15 @@ class BadSample:
 
 def incident_of(case: Case) -> Incident:
     """Diagnose one case."""
-    finding = find(case, ALL)
-    evidence = case.evidence
+    finding, evidence = find(case, ALL), case.evidence
+    stack = _stack(evidence) if evidence is not None and evidence.stack else _traceback(case)
+    return told(case, finding, _headline(case, finding), stack)
+
+
+def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
+    """One that is diagnosed already."""
     return Incident(
-        headline=_headline(case, finding),
+        headline=headline,
         finding=finding.name,
         says=finding.says,
         seen=finding.seen,
@@ -101,7 +106,7 @@ def incident_of(case: Case) -> Incident:
         attempt=case.attempt,
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=_stack(evidence) if evidence is not None and evidence.stack else _traceback(case),
+        stack=stack,
         again=case.again,
         at=case.at,
         call=case.call,
