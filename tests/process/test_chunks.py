@@ -60,6 +60,11 @@ class Unreadable:
         return fail, ()
 
 
+class DeadlyToOpen:
+    def __reduce__(self):
+        return kill, ()
+
+
 def give(x, what, at):
     return what() if x == at else x * x
 
@@ -98,6 +103,19 @@ def test_the_error_names_the_item():
 def test_trouble_of_an_item_is_its_own(fn, kind):
     with Pool(2, mp_context="fork") as pool:
         assert outcomes(pool, fn) == squares_but(14, kind)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [(Unsendable, RuntimeError), (Unreadable, TaskLost), (DeadlyToOpen, TaskLost)],
+    ids=["cannot-be-pickled", "cannot-be-unpickled", "kills-when-unpickled"],
+)
+def test_trouble_of_an_argument_is_its_own(bad, kind):
+    """Items are pickled together, and opened together; but none has begun then."""
+    items = [bad() if x == 14 else x for x in ITEMS]
+    with Pool(2, mp_context="fork") as pool:
+        got = list(pool.map(calls.square, items, chunksize=10, return_exceptions=True))
+    assert [type(x) if isinstance(x, Exception) else x for x in got] == squares_but(14, kind)
 
 
 def test_each_item_has_the_whole_time():

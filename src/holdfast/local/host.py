@@ -644,7 +644,7 @@ class LocalHost:
                 evidence = Evidence(pid=line.pid or 0)
                 pulse = self.pulses[worker]
                 on = pulse.place(now) if pulse.words[LIFE] == line.life else None  # or it was never begun
-                if on is not None:
+                if on is not None and self._takes_back:
                     self._take_journal(worker, line.life, on)
                 self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
         self._begin_room()

@@ -23,6 +23,8 @@ from holdfast.shm.memory import new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
 from holdfast.shm.place import FileSpace, Full, SlotSpace
 
+# The position of a chunk of which no item has begun: its letter is being opened.
+UNOPENED = -1
 _BEGUN = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQQq")
 

@@ -258,8 +258,7 @@ class Dispatcher:
         try:
             call.letter = self._writer.write(call.fn, call.args, call.kwargs, limits)
         except BaseException as error:  # user code: __reduce__, __getstate__
-            error.add_note(f"while task {call.number} ({call.name}) was being pickled for a worker")
-            self._settler.done(call, None, error)
+            self._settler.unsent(call, error)
             return False
         return True
 

@@ -19,7 +19,7 @@ from holdfast.local.pulse import ALLOWED, RETRIES, Pulse
 from holdfast.local.raised import Raised, capture
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Reply
-from holdfast.pool.chunk import Results
+from holdfast.pool.chunk import UNOPENED, Results
 from holdfast.pool.letter import Head, head_of, open_letter
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
@@ -107,7 +107,7 @@ class PoolJob:
         """Each item has its own time, its own attempts and its own outcome. See pool/chunk.py."""
         pulse = self._pulse
         pulse.words[ALLOWED] = head.allowed_ns
-        pulse.enter(Stage.FETCH)
+        pulse.enter(Stage.FETCH, UNOPENED)
         try:
             fn, (items,), _ = open_letter(head, payload)
         except BaseException as error:  # user code: __setstate__, modules that are imported

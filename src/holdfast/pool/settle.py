@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.core.messages import Lost
+from holdfast.core.messages import Cause, Lost
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel
 from holdfast.pool.call import Call
-from holdfast.pool.chunk import Failed, Outcome, Part, left_by, unfold
+from holdfast.pool.chunk import UNOPENED, Failed, Outcome, Part, left_by, unfold
 from holdfast.pool.job import Failure
 from holdfast.pool.tell import Teller
 from holdfast.shm.pack import unpack
@@ -49,6 +49,8 @@ class Settler:
             return
         if result.failed and content.unknown:
             self._rewrite(call)
+        elif result.failed and call.items > 1:
+            self._halve(call)
         elif result.failed:
             self.done(call, None, self._failure(call, content, result.worker))
         elif call.items:
@@ -68,6 +70,14 @@ class Settler:
         if call.tracker is not None:
             call.tracker.ended(1, error is not None)
         self._counts["done" if call.future.settle(value, error) else "cancelled"] += 1
+
+    def unsent(self, call: Call, error: BaseException) -> None:
+        """It cannot be pickled."""
+        if call.items > 1:
+            self._halve(call)
+            return
+        error.add_note(f"while task {call.number} ({call.name}) was being pickled for a worker")
+        self.done(call, None, error)
 
     def _failure(self, call: Call, failure: Failure, worker: int) -> BaseException:
         self._counts["raised"] += 1
@@ -100,7 +110,16 @@ class Settler:
 
     def _split(self, call: Call, lost: Lost) -> None:
         """Its worker has died. What it had done counts, one item is guilty, and the others are sent once more."""
-        outcomes, begun = left_by(*self.journals.get(call.number, (b"", 0)))
+        saved, count = self.journals.get(call.number, (b"", 0))
+        if (
+            lost.position == UNOPENED
+            and not count
+            and call.items > 1
+            and lost.event.cause in (Cause.SIGNAL, Cause.EXIT)
+        ):
+            self._halve(call)
+            return
+        outcomes, begun = left_by(saved, count)
         told = self._told(call, outcomes, lost.event.worker)
         for item in range(len(told), begun):
             last = call.lives == 1
@@ -113,10 +132,18 @@ class Settler:
                 told.append(Part(guilty.future, False))
                 self._again(guilty)
         if len(told) < call.items:
-            rest = call.part(next(self._numbers), len(told), call.items)
-            told.append(Part(rest.future, True))
-            self._again(rest)
+            told.append(self._part(call, len(told), call.items))
         self._settle(call, told)
+
+    def _halve(self, call: Call) -> None:
+        """Something in it cannot be pickled, or opened, and no item has begun: the other half need not suffer."""
+        middle = call.items // 2
+        self._settle(call, [self._part(call, 0, middle), self._part(call, middle, call.items)])
+
+    def _part(self, call: Call, begin: int, end: int) -> Part:
+        part = call.part(next(self._numbers), begin, end)
+        self._again(part)
+        return Part(part.future, True)
 
     def _settle(self, call: Call, told: list[Any]) -> None:
         call.close()

@@ -36,7 +36,7 @@ class Teller(Voice):
         call = self._calls.get(task)
         if call is None:
             return {}
-        return _about(call.alone(task, min(position, call.items - 1)) if call.items else call)
+        return _about(call.alone(task, min(position, call.items - 1)) if call.items and position >= 0 else call)
 
     def death(self, note: Note) -> Case:
         """In a pool nobody is judged: a task has a number of attempts, and that is all."""
