@@ -13,6 +13,9 @@ from holdfast.pool.job import Failure
 from holdfast.pool.tell import Teller
 from holdfast.shm.pack import unpack
 
+# Where it was noted what the worker was on before it was killed: it may have gone on meanwhile.
+_NOTED_BEFORE = (Cause.DEADLINE, Cause.MEMORY, Cause.PRESSURE)
+
 
 class Settler:
     """`numbers`: of calls. `again(call)`: it is to be sent, ahead of those that wait; `rewrite(call)`: in other words,
@@ -111,12 +114,8 @@ class Settler:
     def _split(self, call: Call, lost: Lost) -> None:
         """Its worker has died. What it had done counts, one item is guilty, and the others are sent once more."""
         saved, count = self.journals.get(call.number, (b"", 0))
-        if (
-            lost.position == UNOPENED
-            and not count
-            and call.items > 1
-            and lost.event.cause in (Cause.SIGNAL, Cause.EXIT)
-        ):
+        unopened = lost.position == UNOPENED and not count and lost.event.cause not in _NOTED_BEFORE
+        if unopened and call.items > 1:
             self._halve(call)
             return
         outcomes, begun = left_by(saved, count)
