@@ -37,6 +37,7 @@ from holdfast.loader.dataloader import DataLoader
 from holdfast.loader.files import FileCache
 from holdfast.policy import Policy
 from holdfast.pool.executor import Pool
+from holdfast.pool.progress import Progress
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "Ranks",
     "Pool",
     "PoolBroken",
+    "Progress",
     "RemoteTraceback",
     "Report",
     "SampleError",

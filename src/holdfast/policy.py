@@ -55,6 +55,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+class _Unset(int):
+    """A default that can be told from the same number when somebody has set it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What to do when loading goes wrong. The defaults change nothing that torch users rely on."""
@@ -77,8 +81,8 @@ class Policy:
     """What a worker may allocate beyond what it had when ready: bytes, "4GiB" or "auto"."""
     max_bad: float = 0.1
     """Circuit breaker of skip and replace: a larger share of bad samples than this ends the run."""
-    restarts: int = 20
-    """Deaths in a row, without any progress between them, before the loader gives up."""
+    restarts: int = _Unset(20)
+    """Deaths in a row, without any progress between them, before the loader gives up. For `spawn`: see below."""
     auto_workers: bool = False
     """`num_workers="auto"` was asked for; kept here so that frameworks which rebuild loaders keep it."""
 
@@ -117,6 +121,11 @@ class Policy:
                 raise _refuse("worker_memory", wanted, accepted)
         elif not _is_count(wanted) or wanted <= 0:
             raise _refuse("worker_memory", wanted, accepted)
+
+    @property
+    def group_restarts(self) -> int:
+        """How often `spawn` starts all ranks again: never, unless `restarts` was set."""
+        return 0 if isinstance(self.restarts, _Unset) else self.restarts
 
     @property
     def worker_bytes(self) -> int | Literal["auto"] | None:

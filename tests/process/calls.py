@@ -165,3 +165,38 @@ def sum_in_a_pool(count):
 
     with Pool(2, mp_context="fork") as pool:
         return sum(pool.map(square, range(count)))
+
+
+def square_or(x, what, at, folder=None):
+    """Of item `at`, something else; each item leaves a file for each time it is begun."""
+    if folder is not None:
+        mark(Path(folder, str(x)))
+    if x == at:
+        what()
+    return x * x
+
+
+def many_bytes(x, size, at):
+    if x == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.full(size, x, np.uint8)
+
+
+def raise_at_first(folder, x):
+    """Item 14 raises when it is run for the first time."""
+    mark(Path(folder, str(x)))
+    if x == 14 and marks(Path(folder, str(x))) == 1:
+        raise OSError("not now")
+    return x
+
+
+def slow_mark(folder, x):
+    mark(Path(folder, str(x)))
+    time.sleep(0.02)
+    return x
+
+
+def die_or_hang(path, x):
+    if x == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    touch_and_hang(path)

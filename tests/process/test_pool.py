@@ -233,7 +233,9 @@ def test_a_task_that_kills_its_worker_fails_alone(pool):
     assert "was killed by SIGKILL while running task 7 (die, attempt 1 of 1)" in lines[0]
     assert lines[1].startswith("  worker-killed: ")
     assert [line.split()[0] for line in lines[2:6]] == ["seen", "did", "try", "more"]
-    assert pool.stats() | {"workers": 2} == {
+    stats = pool.stats()
+    assert sum(worker["batches"] for worker in stats.pop("per_worker")) == 19
+    assert stats == {
         "submitted": 20,
         "done": 20,
         "raised": 0,
@@ -420,6 +422,49 @@ def test_cancelling_many_hits_no_other(forked, tmp_path):
     assert calls.marks(tmp_path) == 300
     assert all(f.cancelled() or f.result(30) == 0.01 for f in dropped)
     assert forked.incidents == ()
+
+
+def retire_one(pool):
+    """As when memory runs short: one worker is to leave after its task. The dispatcher thinks of it once a second."""
+    pool._dispatcher._crew.room(1, False)
+
+    def told():
+        pool.submit(calls.square, 2)
+        return pool._dispatcher._ledger.allowed == 1
+
+    until(told, "it was not told of the room", 10)
+
+
+def test_a_task_on_a_worker_that_is_to_leave_can_be_cancelled(forked, tmp_path):
+    """The worker would leave after its task, whenever that is; the user does not want to wait for it."""
+    begun = [tmp_path / "0", tmp_path / "1"]
+    futures = [forked.submit(calls.touch_and_hang, path) for path in begun]
+    until(lambda: all(path.exists() for path in begun), "not both have begun")
+    retire_one(forked)
+    workers = {handle.pid for handle in forked._processes.values()}
+    assert len(workers) == 2
+    for future in futures:
+        assert future.cancel()
+    assert forked.submit(calls.square, 3).result(20) == 9
+    until(lambda: not workers & children(), "a cancelled task runs on", 10)
+
+
+def test_nobody_waits_behind_a_worker_that_is_to_leave(forked, tmp_path):
+    """What it was sent and has not begun goes to the others at once."""
+    begun, go_on = [tmp_path / "0", tmp_path / "1"], [tmp_path / "2", tmp_path / "3"]
+    slow = [forked.submit(calls.touch_and_wait, *paths) for paths in zip(begun, go_on, strict=True)]
+    until(lambda: all(path.exists() for path in begun), "not both have begun")
+    behind = [forked.submit(calls.square, i) for i in range(2)]  # one with each
+    until(lambda: forked.stats()["waiting"] == 0, "they are not sent")
+    retire_one(forked)
+    leaving = next(worker for worker in forked._dispatcher._ledger._workers if worker.leaving)
+    other = slow[0] if slow[0]._number not in leaving.tasks else slow[1]
+    go_on[slow.index(other)].touch()
+    assert [future.result(20) for future in behind] == [0, 1]
+    assert len([future for future in slow if future.done()]) == 1
+    for path in go_on:
+        path.touch()
+    assert [future.result(20) for future in slow] == go_on
 
 
 def test_a_finished_task_cannot_be_cancelled(forked):

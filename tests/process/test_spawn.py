@@ -1,5 +1,6 @@
 """spawn on real processes: the cause is named, nobody is left, and what works with torch's works with ours."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -373,6 +374,36 @@ def test_a_death_at_the_end_of_a_second_is_still_the_first(at):
     """Whole seconds made torchrun blame rank 0 for it."""
     error = fails(RankExited, ranks.train, (10, 3, None, at), start_method="fork")
     assert (error.error_index, error.signal_name) == (1, "SIGKILL")
+
+
+def test_a_policy_without_restarts_restarts_nothing(tmp_path):
+    """Whoever limits memory has not asked for twenty attempts."""
+    fails(RankExited, ranks.fail_until, (9, str(tmp_path)), start_method="fork", policy=Policy(worker_memory="8GiB"))
+    assert {path.name[:2] for path in tmp_path.iterdir()} == {"1-"}
+
+
+@every_method
+def test_a_rank_over_its_memory_raises_at_the_line(method):
+    limited = Policy(worker_memory="200MiB")
+    holdfast.spawn(ranks.allocate, (100 << 20,), 2, start_method=method, policy=limited)
+    error = fails(RankRaised, ranks.allocate, (400 << 20,), start_method=method, policy=limited)
+    assert isinstance(error.__cause__, MemoryError)
+    assert error.incident.finding == "allocation-refused"
+    assert "past Policy(worker_memory=...)" in str(error)
+    assert "whole = bytearray(size)" in str(error)
+
+
+def test_incidents_are_kept_in_the_run_folder(tmp_path, monkeypatch):
+    """Of each attempt, at once."""
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    holdfast.spawn(ranks.fail_until, (2, str(seen)), 2, start_method="fork", policy=Policy(restarts=3))
+    (file,) = (tmp_path / "run").glob("incidents-*.jsonl")
+    (line,) = file.read_text().splitlines()
+    incident = json.loads(line)
+    assert incident["headline"].startswith("process 0 terminated with signal SIGKILL")
+    assert time.time() - incident["at"] < 60
 
 
 def test_restarts_are_counted_and_told(tmp_path):

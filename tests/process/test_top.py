@@ -1,13 +1,19 @@
-"""`holdfast top` shows loaders that run, from what they write once a second."""
+"""`holdfast top` shows loaders and pools that run, from what they write once a second."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from holdfast import DataLoader
+from holdfast import DataLoader, Pool
 from holdfast.cli import main
 from holdfast.cli.top import lines_of
 
+from . import calls
 from .data import Numbers
 
 
@@ -36,7 +42,7 @@ def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(folder,
 def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("HOLDFAST_RUN_DIR", raising=False)
     assert main(["top", str(tmp_path), "--once"]) == 0
-    assert "no loader has written" in capsys.readouterr().out
+    assert "no loader or pool has written" in capsys.readouterr().out
     assert main(["top", str(tmp_path / "absent"), "--once"]) == 1
     assert "HOLDFAST_RUN_DIR" in capsys.readouterr().err
     assert main(["top", "--once"]) == 1
@@ -61,3 +67,47 @@ def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
     assert "150.0/s; waited 25% of the time; the device waited for data 12.5% of the time" in line
     assert "last: it hung" in more
     assert "silent for 60 s" in lines_of([second], {}, now=162)[0]
+
+
+def test_a_pool_has_its_own_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path))
+    with Pool(2, mp_context="fork") as pool:
+        assert sum(pool.map(calls.nap, [0.01] * 20)) == pytest.approx(0.2)
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    first, second, *workers = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"pool {os.getpid()}-")
+    assert "20 of 20 tasks" in first
+    assert "0 with workers, 0 waiting" in first
+    assert second.startswith("  0 workers restarted, 0 raised, 0 lost, 0 cancelled, 0 retries")
+    assert len(workers) == 2
+    assert all(" tasks  busy " in line and "descriptors" in line for line in workers)
+
+
+KILLED = """
+import os, signal
+from holdfast import Pool
+from tests.process import calls
+with Pool(2, mp_context="fork") as pool:
+    slow = pool.submit(calls.nap, 100)
+    pool.submit(os.kill, 0, "not a signal").exception()
+    pool.submit(calls.die, 9).exception()
+    print("ready", flush=True)
+    slow.result()
+"""
+
+
+def test_what_happened_in_a_pool_outlives_who_made_it(tmp_path, capsys):
+    """Incidents and totals are in the folder while the pool runs, and when its program was killed."""
+    env = {**os.environ, "HOLDFAST_RUN_DIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout.readline() == b"ready\n"
+        (file,) = tmp_path.glob("incidents-*.jsonl")
+        findings = [json.loads(line)["finding"] for line in file.read_text().splitlines()]
+        deadline = time.monotonic() + 20
+        while json.loads(next(tmp_path.glob("stats-*.json")).read_text())["stats"]["lost"] != 1:
+            assert time.monotonic() < deadline, "the totals are not written while a task runs"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    assert findings == ["task-raised", "worker-killed"]
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert "2 of 3 tasks" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from holdfast.loader.dataloader import DataLoader
 from holdfast.policy import Policy
+from holdfast.pool.progress import rewrite
 from holdfast.testing import Saboteur, storm
 
 SAMPLES = 1536
@@ -166,7 +167,7 @@ def _say(quiet: bool, text: str) -> None:
 
 def _progress(quiet: bool, text: str) -> None:
     if not quiet and sys.stdout.isatty():
-        print(f"\r  {text}   ", end="", flush=True)
+        rewrite(sys.stdout, f"  {text}")
 
 
 def _tell(proof: dict[str, Any], losses: list[float]) -> None:

@@ -59,8 +59,7 @@ def run(chosen: argparse.Namespace) -> int:
         print(f"holdfast run: cannot read {chosen.script}", file=sys.stderr)
         return 2
     replace_torchs_loader()
-    folder = os.environ.get("HOLDFAST_RUN_DIR")
-    Witness(partial(_tell, RunFolder(folder, None) if folder else None)).start()
+    Witness(partial(_tell, RunFolder.from_environment("trainer"))).start()
     try:
         begin()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Watch loaders that run with HOLDFAST_RUN_DIR: rates, who waits for whom, each worker's memory and descriptors.
+"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: rates, who waits for whom, each worker's memory.
 
-Reads what loaders write there once a second; starts and disturbs nothing.
+Reads what they write there once a second; starts and disturbs nothing.
 """
 
 import argparse
@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from holdfast.diagnose.report import done_by
 from holdfast.errors import HoldfastError
 
-# A loader that has written nothing for so long is in the middle of something long, or over.
+# One that has written nothing for so long is in the middle of something long, or over.
 _STALE_S = 5.0
 _CLEAR = "\033[H\033[J"
 
@@ -38,7 +39,7 @@ def run(chosen: argparse.Namespace) -> int:
     before: dict[str, Any] = {}
     while True:
         now = snapshots(folder)
-        text = "\n".join(lines_of(now, before, time.time())) or f"no loader has written to {folder} yet"
+        text = "\n".join(lines_of(now, before, time.time())) or f"no loader or pool has written to {folder} yet"
         if chosen.once:
             print(text)
             return 0
@@ -48,7 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def snapshots(folder: Path) -> list[dict[str, Any]]:
-    """What each loader wrote last, the newest first."""
+    """What each loader and pool wrote last, the newest first."""
     found = []
     for path in folder.glob("stats-*.json"):
         try:
@@ -59,37 +60,48 @@ def snapshots(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) -> list[str]:
-    """One block for each loader. `before`: the look before, for rates."""
+    """One block for each. `before`: the look before, for rates."""
     lines: list[str] = []
     for shot in shots:
         stats, old = shot["stats"], before.get(shot["name"])
         age = now - shot["at"]
         state = "" if age < _STALE_S else f", silent for {age:.0f} s" + ("" if shot["running"] else ": ended")
-        lines.append(
-            f"loader {shot['name']} (pid {shot['pid']}{state}): {stats['batches']:,} batches, {_rate(shot, old)}; "
-            f"waited {_share(shot, old)}{_device(stats)}"
-        )
-        lines.append(
-            f"  {stats['restarts']} workers restarted, {stats['bad_samples']} bad samples, {stats['retries']} retries"
-            + (f"; last: {shot['last_incident'][:160]}" if shot["last_incident"] else "")
-        )
+        kind = shot.get("kind", "loader")
+        work, trouble = (_of_pool if kind == "pool" else _of_loader)(shot, old)
+        lines.append(f"{kind} {shot['name']} (pid {shot['pid']}{state}): {work}")
+        last = f"; last: {shot['last_incident'][:160]}" if shot["last_incident"] else ""
+        lines.append(f"  {stats['restarts']} workers restarted, {trouble}, {stats['retries']} retries{last}")
         for w in stats["per_worker"]:
             busy = w["busy_s"] / max(w["busy_s"] + w["waiting_s"], 1e-9)
             lines.append(
-                f"  worker {w['worker']:<3} {w['samples']:>10,.0f} samples  busy {busy:4.0%}  "
+                f"  worker {w['worker']:<3} {done_by(stats, w):>18}  busy {busy:4.0%}  "
                 f"grown {w['memory_bytes'] / 2**20:6.0f} MiB (peak {w['peak_bytes'] / 2**20:.0f})  "
                 f"{w['descriptors']:.0f} descriptors"
             )
-        for name, figures in stats["caches"].items():
+        for name, figures in stats.get("caches", {}).items():
             lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
     return lines
 
 
-def _rate(shot: dict[str, Any], old: dict[str, Any] | None) -> str:
-    """Batches per second since the last look, or since the start."""
+def _of_loader(shot: dict[str, Any], old: dict[str, Any] | None) -> tuple[str, str]:
+    """What it does, and what went wrong."""
+    stats = shot["stats"]
+    work = f"{stats['batches']:,} batches, {_rate(shot, old, 'batches')}; waited {_share(shot, old)}{_device(stats)}"
+    return work, f"{stats['bad_samples']} bad samples"
+
+
+def _of_pool(shot: dict[str, Any], old: dict[str, Any] | None) -> tuple[str, str]:
+    stats = shot["stats"]
+    work = f"{stats['done']:,} of {stats['submitted']:,} tasks, {_rate(shot, old, 'done')}; "
+    work += f"{stats['running']:,} with workers, {stats['waiting']:,} waiting"
+    return work, f"{stats['raised']} raised, {stats['lost']} lost, {stats['cancelled']} cancelled"
+
+
+def _rate(shot: dict[str, Any], old: dict[str, Any] | None, what: str) -> str:
+    """How many per second since the last look, or since the start."""
     seconds = shot["at"] - (old["at"] if old else shot["since"])
-    batches = shot["stats"]["batches"] - (old["stats"]["batches"] if old else 0)
-    return f"{batches / seconds:.1f}/s" if seconds > 0 else "-/s"
+    count = shot["stats"][what] - (old["stats"][what] if old else 0)
+    return f"{count / seconds:.1f}/s" if seconds > 0 else "-/s"
 
 
 def _share(shot: dict[str, Any], old: dict[str, Any] | None) -> str:

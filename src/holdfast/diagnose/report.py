@@ -82,10 +82,15 @@ class BadSample:
 
 def incident_of(case: Case) -> Incident:
     """Diagnose one case."""
-    finding = find(case, ALL)
-    evidence = case.evidence
+    finding, evidence = find(case, ALL), case.evidence
+    stack = _stack(evidence) if evidence is not None and evidence.stack else _traceback(case)
+    return told(case, finding, _headline(case, finding), stack)
+
+
+def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
+    """One that is diagnosed already."""
     return Incident(
-        headline=_headline(case, finding),
+        headline=headline,
         finding=finding.name,
         says=finding.says,
         seen=finding.seen,
@@ -101,7 +106,7 @@ def incident_of(case: Case) -> Incident:
         attempt=case.attempt,
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=_stack(evidence) if evidence is not None and evidence.stack else _traceback(case),
+        stack=stack,
         again=case.again,
         at=case.at,
         call=case.call,
@@ -279,6 +284,11 @@ def _of_loader(stats: dict[str, Any]) -> str:
     )
 
 
+def done_by(stats: dict[str, Any], worker: dict[str, float]) -> str:
+    """What a worker has done, in the words of its face: a pool has tasks."""
+    return f"{worker['batches']:,.0f} tasks" if "submitted" in stats else f"{worker['samples']:,.0f} samples"
+
+
 def _times(first: float, last: float, count: int) -> str:
     """ ", first 09:12:01, last 14:55:10"; with the day where it is not the same one."""
     if not first or not last:
@@ -324,7 +334,7 @@ class Report:
     def _resources(self) -> list[str]:
         """A line for each worker, and for each cache."""
         lines = [
-            f"  worker {w['worker']}: {w['samples']:.0f} samples, {w['bytes_sent'] / 2**20:.0f} MiB sent, busy "
+            f"  worker {w['worker']}: {done_by(self.stats, w)}, {w['bytes_sent'] / 2**20:.0f} MiB sent, busy "
             f"{w['busy_s']:.1f} s, waited {w['waiting_s']:.1f} s; grew by {w['peak_bytes'] / 2**20:.0f} MiB at most, "
             f"{w['descriptors']:.0f} descriptors"
             for w in self.stats.get("per_worker", ())

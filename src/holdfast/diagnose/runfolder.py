@@ -1,7 +1,8 @@
 """A folder in which incidents are written the moment they happen: they outlive a trainer that is killed.
 
-HOLDFAST_RUN_DIR names it. Each loader has a file of JSON lines there, and beside it, from its first incident on, its
-dataset, so that `holdfast repro` can load the sample again; and a file of totals, for `holdfast top`.
+HOLDFAST_RUN_DIR names it. Each loader, pool and group of ranks has a file of JSON lines there. A loader has beside it,
+from its first incident on, its dataset, so that `holdfast repro` can load the sample again; loaders and pools have a
+file of totals, for `holdfast top`.
 """
 
 import base64
@@ -39,9 +40,11 @@ def from_text(text: str) -> tuple[Any, ...]:
 
 
 class RunFolder:
-    """One loader's part of it. Nothing is opened before there is something to write."""
+    """The part of one loader, pool or group. Nothing is opened before there is something to write."""
 
-    def __init__(self, folder: str, dataset: object) -> None:
+    def __init__(self, folder: str, kind: str, dataset: object = None) -> None:
+        """`kind`: "loader", "pool", or whose part it is."""
+        self._kind = kind
         self.file = Path(folder) / f"incidents-{os.getpid()}-{next(_numbers)}.jsonl"
         self._dataset = dataset
         self._since = time.time()
@@ -50,6 +53,12 @@ class RunFolder:
         self._count = 0
         self._failed = False
         self._totals_failed = False
+
+    @classmethod
+    def from_environment(cls, kind: str, dataset: object = None) -> "RunFolder | None":
+        """None when nobody wants it."""
+        folder = os.environ.get("HOLDFAST_RUN_DIR")
+        return cls(folder, kind, dataset) if folder else None
 
     def write(self, incident: dict[str, Any]) -> None:
         """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
@@ -79,6 +88,7 @@ class RunFolder:
         if not totals:
             return  # the loader is gone, and only its iterator lives
         shot = {
+            "kind": self._kind,
             "pid": os.getpid(),
             "since": self._since,
             "at": time.time(),

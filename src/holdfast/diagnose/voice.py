@@ -9,20 +9,32 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Cause, Note, Place, Stage
+from holdfast.core.messages import Cause, Exited, Note, Place, Stage
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import Incident, Record, incident_of
 from holdfast.local.evidence import Evidence
+from holdfast.local.raised import Raised
+from holdfast.policy import Policy
 
 log = logging.getLogger("holdfast")
 
 
 class Voice:
-    """One face's. `blank`: what is the same in every case."""
+    """One face's. `blank`: what is the same in every case. `call`: "" for a pool, see Case."""
 
-    def __init__(self, record: Record, blank: Case) -> None:
+    def __init__(
+        self, record: Record, policy: Policy, growth_bytes: int | None, start_method: str, call: str | None = None
+    ) -> None:
         self.record = record
-        self.blank = blank
+        self.policy = policy
+        self.blank = Case(
+            what="exited",
+            worker=0,
+            sample_timeout=policy.sample_timeout,
+            worker_memory=growth_bytes,
+            start_method=start_method,
+            call=call,
+        )
 
     def name(self, task: int, position: int) -> dict[str, Any]:
         """The fields of a Case that say what this place is in the user's words."""
@@ -46,6 +58,22 @@ class Voice:
         else:
             facts = {"worker": note.worker, "life": note.life, "what": note.what, "code": note.code}
             self.tell(self.at(note.on, note.evidence, **facts))
+
+    def could_not_start(self, raised: Raised, worker: int) -> Incident:
+        """What a worker raised before it was ready."""
+        case = replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised, at=time.time())
+        return self.tell(case)
+
+    def gave_up(self, event: Exited) -> str:
+        """Why there is no other life, in words; the last death follows."""
+        if event.cause is Cause.KEEPER:
+            return (
+                "the keeper, the process between this one and the workers, ends again and again; it may have printed "
+                'why. With spawn: does the main module start its work under if __name__ == "__main__"? Last:'
+            )
+        if event.on is not None and event.on.stage < Stage.IDLE:
+            return "workers die before they are ready; the last:"
+        return f"a worker died more than {self.policy.restarts} times in a row without any progress; the last:"
 
     def _told_before(self, case: Case) -> bool:
         """A leak comes again and again: it is told once, and counted."""

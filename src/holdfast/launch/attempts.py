@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessContext
 
 from holdfast.diagnose.machine import Machine, read_machine
+from holdfast.diagnose.runfolder import RunFolder
 from holdfast.launch.cause import Verdict
 from holdfast.launch.group import Group
 from holdfast.launch.output import Output
@@ -22,6 +24,7 @@ from holdfast.launch.surround import THREADS, Meeting, environment_of, threads_p
 from holdfast.launch.tell import Attempt
 from holdfast.local.evidence import process_limits
 from holdfast.local.linux import resident_bytes
+from holdfast.local.room import growth_bytes
 from holdfast.policy import Policy
 
 log = logging.getLogger("holdfast")
@@ -48,7 +51,9 @@ class Ranks(ProcessContext):
         # torch's own __init__ is not called: processes and sentinels change with each attempt.
         self._fn, self._args, self._nprocs = fn, args, nprocs
         self._daemon, self._method, self._log_dir = daemon, start_method, log_dir
-        self._restarts = 0 if policy is None else policy.restarts
+        self._restarts = 0 if policy is None else policy.group_restarts
+        self._growth = None if policy is None else growth_bytes(policy.worker_bytes, nprocs)
+        self._folder = RunFolder.from_environment("ranks")
         self._machine: Machine = read_machine()
         self._joined = joined
         self._told: list[str] = []  # of earlier attempts
@@ -126,7 +131,7 @@ class Ranks(ProcessContext):
             for rank in range(self._nprocs):
                 env = environment_of(rank, self._nprocs, self.attempt, meeting.port, threads, os.environ)
                 parcel = Parcel(self._fn, self._args)
-                group.start(self._method, self._daemon, parcel, rank, env, None if chosen else threads)
+                group.start(self._method, self._daemon, parcel, rank, env, None if chosen else threads, self._growth)
         except BaseException as error:
             group.abandon()
             meeting.close()
@@ -165,6 +170,8 @@ class Ranks(ProcessContext):
         last = self.attempt >= most
         attempt = Attempt(self._group, verdict, self.attempt, most, "" if last else "starts all ranks again")
         over = last or attempt.boot
+        if self._folder is not None:
+            self._folder.write(asdict(attempt.incident))
         if not (over and self._joined):  # else the exception says it
             log.warning("%s", attempt.incident.line)
         if over:
@@ -188,9 +195,11 @@ def spawn(
     """Run `fn(rank, *args)` in `nprocs` processes, as torch.multiprocessing.spawn does.
 
     The first rank to fail is named as the cause, with a finding and its last output; the others are stopped. With
-    `Policy(restarts=n)` all ranks start again, up to n times; without a policy never. `log_dir`: a folder for what
-    ranks print, a file per rank and attempt. All start methods work, and so do functions of a notebook, lambdas and
-    closures. Gives None, or with `join=False` the ranks: torch's ProcessContext.
+    `Policy(restarts=n)` all ranks start again, up to n times; without `restarts` never. With
+    `Policy(worker_memory=...)` an allocation of a rank beyond that raises MemoryError at its line. Nothing else of a
+    policy is for ranks. `log_dir`: a folder for what ranks print, a file per rank and attempt. All start methods work,
+    and so do functions of a notebook, lambdas and closures. Gives None, or with `join=False` the ranks: torch's
+    ProcessContext.
     """
     start_method = start_method or multiprocessing.get_start_method()
     if start_method not in _METHODS:

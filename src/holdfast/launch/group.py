@@ -62,9 +62,16 @@ class Group:
     # Birth ---------------------------------------------------------------------------------------------------------
 
     def start(
-        self, method: str, daemon: bool, parcel: Parcel, number: int, env: Mapping[str, str], threads: int | None
+        self,
+        method: str,
+        daemon: bool,
+        parcel: Parcel,
+        number: int,
+        env: Mapping[str, str],
+        threads: int | None,
+        growth: int | None,
     ) -> None:
-        """One more rank. Raises what starting a process raises."""
+        """One more rank, see `Card`. Raises what starting a process raises."""
         words, ranks_words = os.pipe()
         lifeline, alive = os.pipe()[::-1]  # a pipe for each: whom the kernel signals is a property of the pipe's end
         self._mine |= {words, lifeline}
@@ -74,7 +81,7 @@ class Group:
         ends = Ends(out, err, ranks_words, alive, crash, page)
         try:
             memory = Memory(page, PAGE)
-            card = Card(number, method, ends, env, threads)
+            card = Card(number, method, ends, env, threads, growth)
             process = birth.start(method, f"holdfast-rank-{number}", daemon, card, parcel, out, err, env)
         except BaseException:
             os.close(crash)
@@ -86,7 +93,8 @@ class Group:
         pidfd = linux.open_pidfd(process.pid)
         self._mine |= {crash} if pidfd is None else {crash, pidfd}
         watched = process.sentinel if pidfd is None else pidfd
-        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, SenderNote(memory, 0, ENTERED)))
+        sender = SenderNote(memory, 0, ENTERED)
+        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, sender, growth))
         for fd in (words, watched):
             self._poll.register(fd, select.POLLIN)
 

@@ -40,6 +40,7 @@ class Rank:
     watched: int
     """What wakes us at its end: a pidfd, or multiprocessing's sentinel where there is none."""
     note: SenderNote
+    growth: int | None
     heard: bytearray = field(default_factory=bytearray)
     said: Said | None = None
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=SERIES))

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from holdfast.launch.parcel import Parcel
 from holdfast.local import linux
 from holdfast.local.birth import Surroundings
+from holdfast.local.limits import limit_growth
 from holdfast.local.raised import Raised, capture
 from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory
@@ -63,23 +64,32 @@ class Ends(NamedTuple):
 class Card:
     """All that a rank is told at its start, but for the function."""
 
-    def __init__(self, rank: int, method: str, ends: Ends, environment: Mapping[str, str], threads: int | None) -> None:
-        """`threads`: None when the user has said how many."""
+    def __init__(
+        self,
+        rank: int,
+        method: str,
+        ends: Ends,
+        environment: Mapping[str, str],
+        threads: int | None,
+        growth: int | None,
+    ) -> None:
+        """`threads`: None when the user has said how many. `growth`: bytes that it may allocate, if that is limited."""
         self._rank = rank
         self._method = method
         self._ends = ends
         self._environment = dict(environment)
         self._threads = threads
+        self._growth = growth
         self._surroundings: Surroundings | None = None
 
     def __getstate__(self) -> Any:
         assert get_spawning_popen() is not None, "a card travels with a new process only"
         ends = [DupFd(fd) for fd in self._ends]
         surroundings = Surroundings() if self._method == "forkserver" else None  # the server may be older than they
-        return self._rank, self._method, ends, self._environment, self._threads, surroundings
+        return self._rank, self._method, ends, self._environment, self._threads, self._growth, surroundings
 
     def __setstate__(self, state: Any) -> None:
-        self._rank, self._method, ends, self._environment, self._threads, self._surroundings = state
+        self._rank, self._method, ends, self._environment, self._threads, self._growth, self._surroundings = state
         self._ends = Ends(*(fd.detach() for fd in ends))
 
     def enter(self) -> int:
@@ -117,6 +127,11 @@ class Card:
         memory.view[ENTERED] = 1
         tell_senders(memory)
         os.register_at_fork(after_in_child=faulthandler.enable if before else faulthandler.disable)
+
+    def limit(self) -> None:
+        """Just before the function is called: imports and arguments do not count."""
+        if self._growth is not None:
+            limit_growth(self._growth)
 
     def say(self, said: Said) -> None:
         """Last words: the trainer hears them now, however long the process takes to end."""
@@ -165,6 +180,7 @@ def live(card: Card, parcel: Parcel) -> None:
     except BaseException as error:  # user code: importing, unpickling
         card.say(Said("boot", time.monotonic_ns(), 1, capture(error)))
         raise SystemExit(1) from None
+    card.limit()
     try:
         fn(rank, *args)
     except SystemExit as error:

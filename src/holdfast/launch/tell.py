@@ -1,12 +1,13 @@
 """What the user is told of a group: the cause with its finding, what followed from it, and what was printed last."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.core.inquest import OWN_FAULT
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, Finding, find
-from holdfast.diagnose.report import Incident
+from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
 from holdfast.launch.cause import How, Verdict
 from holdfast.launch.errors import RankExited, RankRaised
@@ -34,7 +35,8 @@ def case_of(rank: Rank, did: str = "") -> Case:
     code = rank.exit_code
     if said is not None and said.what in ("raised", "boot"):
         what = "boot" if said.what == "boot" else "raised"
-        return Case(what=what, worker=rank.number, pid=rank.pid, raised=said.raised, did=did)  # type: ignore[arg-type]
+        about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth}
+        return Case(what=what, raised=said.raised, did=did, **about)  # type: ignore[arg-type]
     return Case(
         what="exited" if rank.entered or code <= 0 else "boot",
         worker=rank.number,
@@ -133,25 +135,10 @@ class Attempt:
         about += f", attempt {number} of {most}" if most > 1 else ""
         raised = self.rank.said.raised if self.rank.said is not None else None
         evidence = self.rank.evidence
-        self.incident = Incident(
-            headline=f"process {self.rank.number} {ending(case)} ({about})",
-            finding=finding.name,
-            says=finding.says,
-            seen=finding.seen,
-            did=case.did,
-            advice=finding.advice,
-            confidence=finding.confidence,
-            worker=self.rank.number,
-            life=number - 1,
-            pid=self.rank.pid,
-            batch=None,
-            index=None,
-            stage=(Stage.BOOT if self.boot else Stage.FETCH).name.lower(),
-            attempt=number,
-            signal=signal_name(case.code) if case.cause is Cause.SIGNAL else None,
-            exit_code=case.code if case.cause is Cause.EXIT else None,
-            stack=raised.traceback.rstrip() if raised is not None else _users_frames(evidence),
-        )
+        stack = raised.traceback.rstrip() if raised is not None else _users_frames(evidence)
+        stage = Stage.BOOT if self.boot else Stage.FETCH
+        case = replace(case, life=number - 1, attempt=number, stage=stage, at=time.time())
+        self.incident = told(case, finding, f"process {self.rank.number} {ending(case)} ({about})", stack)
 
     def _stopped(self) -> str:
         stopped = [str(end.rank) for end, kind in self._verdict.others if kind is How.STOPPED]

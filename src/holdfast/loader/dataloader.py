@@ -1,6 +1,5 @@
 """DataLoader: torch's signature and attributes, `policy` and `device`; no logic."""
 
-import os
 from typing import Any, Literal, TypeVar
 
 import torch.utils.data
@@ -71,9 +70,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         checked(device)
         self.policy = policy
         self.device = device
-        self._record = Record()
-        if folder := os.environ.get("HOLDFAST_RUN_DIR"):
-            self._record.kept_in = RunFolder(folder, dataset)
+        self._record = Record(kept_in=RunFolder.from_environment("loader", dataset))
         super().__init__(
             dataset,
             batch_size,

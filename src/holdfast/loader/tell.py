@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Cause, Exited, Lost, Note, Stage, Stop
+from holdfast.core.messages import Exited, Lost, Note, Stage, Stop
 from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.diagnose.voice import Voice
@@ -40,15 +40,7 @@ class Teller(Voice):
         parts: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """`parts`: what is large in the dataset, in words."""
-        blank = Case(
-            what="exited",
-            worker=0,
-            sample_timeout=policy.sample_timeout,
-            worker_memory=growth_bytes,
-            start_method=start_method,
-        )
-        super().__init__(record, blank)
-        self._policy = policy
+        super().__init__(record, policy, growth_bytes, start_method)
         self._sample_of = sample_of
         self._pid_of = pid_of
         self._parts = parts
@@ -147,7 +139,7 @@ class Teller(Voice):
 
     def boot_failure(self, raised: Raised, worker: int) -> BaseException:
         """A worker could not start: the exception to raise."""
-        self.tell(replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised, at=time.time()))
+        self.could_not_start(raised, worker)
         return to_raise(raised, f"in worker {worker} while it started", None, worker)
 
     def stop(self, stop: Stop) -> BaseException:
@@ -156,21 +148,14 @@ class Teller(Voice):
         if isinstance(event, Exited):
             case = self.death(Note(event, "gave up", 0, 0))
             incident = incident_of(case)
-            why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
-            if event.cause is Cause.KEEPER:
-                why = (
-                    "the keeper, the process between trainer and workers, ends again and again; it may have printed "
-                    'why. With spawn: does the main module start the training under if __name__ == "__main__"? Last:'
-                )
-            if event.on is not None and event.on.stage < Stage.IDLE:
-                why = "workers die before they are ready; the last:"
-            return WorkerLost(f"{why}\n{incident}", case.index, case.worker, incident.stage, incident.stack or None)
+            text = f"{self.gave_up(event)}\n{incident}"
+            return WorkerLost(text, case.index, case.worker, incident.stage, incident.stack or None)
         return self.too_many(stop.bad, stop.seen)
 
     def too_many(self, bad: int, seen: int) -> TooManyBad:
         """The circuit breaker: what do they share?"""
         shared = Counter(b.error for b in self.record.bad_samples).most_common(3)
-        lines = [f"{bad} of {seen} samples are bad, more than max_bad={self._policy.max_bad:g} allows"]
+        lines = [f"{bad} of {seen} samples are bad, more than max_bad={self.policy.max_bad:g} allows"]
         lines += [f"    seen   {count} x {error}" for error, count in shared]
         others = len({b.error for b in self.record.bad_samples}) - len(shared)
         lines += [f"    seen   and {others} other errors"] if others > 0 else []

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from holdfast.core.host import Room, Silence
@@ -39,7 +39,7 @@ from holdfast.local.wire import (
 )
 from holdfast.local.worker import Job
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import SMALL
+from holdfast.shm.pack import SMALL, unpack
 from holdfast.shm.slots import Gate
 
 # What workers get to leave by themselves once there is no more work, before they are killed.
@@ -81,7 +81,7 @@ class LocalHost:
         self._leash = Leash(job, fork=fork)
         self._lifelines: list[Lifeline | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
-        self._journals = Journals()
+        self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self._closed = False
         self.workers = [WorkerHandle(self, i) for i in range(workers)]
@@ -207,6 +207,7 @@ class LocalHost:
         line = self._line_of(worker, life)
         if line is not None:
             self.pulses[worker].words[ASKED] = Leave.ASKED
+            self._events += [Returned(worker, life, task) for task in line.take_back(self._busy)]
             line.hang_up()  # an idle one waits there
 
     def release(self, worker: int, life: int, grace_s: float) -> None:
@@ -216,9 +217,14 @@ class LocalHost:
             self._leash.tell(EndLife(worker, life, grace_s))
 
     def kill(self, worker: int, life: int, task: int) -> None:
+        self._answers.drain(self._events)  # it is not on what it has finished
         line = self._line_of(worker, life)
-        if line is None or line.tasks < 0:
-            return  # it ends already
+        if line is None:
+            return
+        if line.tasks < 0:  # it leaves after what it is on; what it had not begun was taken back
+            if task in line.boxes:
+                self._leash.tell(EndLife(worker, life, 0.0))
+            return
         behind = line.isolate(task)
         if behind is None:
             self._events.append(Spared(worker, life))
@@ -369,6 +375,8 @@ class LocalHost:
                 evidence = Evidence(pid=line.pid or 0)
                 pulse = self.pulses[worker]
                 on = pulse.place(now) if pulse.words[LIFE] == line.life else None  # or it was never begun
+                if on is not None and self._takes_back:
+                    self._journals.keep(pulse, line.slots, on)
                 self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
         self._begin_room()
         self._launch()
@@ -380,13 +388,19 @@ class LocalHost:
 
     # Parcels -------------------------------------------------------------------------------------------------------
 
-    def take_out(self, parcel: object, small: int = SMALL) -> Any:
+    def take_journals(self) -> dict[int, tuple[bytes, int]]:
+        """By task: what workers that died had done of theirs, for whoever does not want it sent to the next life."""
+        journals = dict(self._journals)
+        self._journals.clear()
+        return journals
+
+    def take_out(self, parcel: object, small: int = SMALL, read: Callable[..., Any] = unpack) -> Any:
         """What a parcel holds. Its slot is free when the last view of it is gone.
 
-        Leaves below `small` bytes are copied out of it.
+        Leaves below `small` bytes are copied out of it. `read`: as `unpack`, where it was not packed as usual.
         """
         assert isinstance(parcel, Parcel)
-        return parcel.open(self._gate, small)
+        return parcel.open(self._gate, small, read)
 
     def discard(self, result: object) -> None:
         if isinstance(result, Parcel) and result.slots is not None:

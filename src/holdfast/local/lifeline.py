@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.messages import Cause
@@ -40,12 +41,15 @@ class Parcel(NamedTuple):
         """Bytes from the start of the slot to the end of the spec, which comes last."""
         return self.where + 16 * self.buffers + self.spec_bytes
 
-    def open(self, gate: Gate | None, small: int) -> Any:
-        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied."""
+    def open(self, gate: Gate | None, small: int, read: Callable[..., Any] = unpack) -> Any:
+        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied.
+
+        `read`: as `unpack`, where it was not packed as usual.
+        """
         slots, slot = self.slots, self.slot
         if slots is None:
             assert self.file is not None
-            return unpack(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
+            return read(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
         start = slot * slots.stride
         view = slots.memory.view[start : start + slots.stride]
         lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
@@ -58,7 +62,7 @@ class Parcel(NamedTuple):
             return view
 
         try:
-            return unpack(view, self.where, self.buffers, self.spec_bytes, lend, small)
+            return read(view, self.where, self.buffers, self.spec_bytes, lend, small)
         finally:
             if not any(lent):
                 slots.put_back(slot)

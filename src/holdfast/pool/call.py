@@ -9,6 +9,7 @@ from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import Any
 
 from holdfast.pool.letter import Letter
+from holdfast.pool.progress import Tracker
 
 
 class PoolFuture(Future[Any]):
@@ -57,9 +58,26 @@ class PoolFuture(Future[Any]):
 
 
 class Call:
-    """`number`: of all calls of this pool, from 0 on. `lives`: how often it may be begun."""
+    """`number`: of all calls of this pool, from 0 on. `lives`: how often it may be begun.
 
-    __slots__ = ("args", "fn", "future", "kwargs", "letter", "lives", "memory", "number", "said", "timeout_s")
+    `items`: how many items of a map it has, of which `first` is the first; 0 for a single call.
+    """
+
+    __slots__ = (
+        "args",
+        "first",
+        "fn",
+        "future",
+        "items",
+        "kwargs",
+        "letter",
+        "lives",
+        "memory",
+        "number",
+        "said",
+        "timeout_s",
+        "tracker",
+    )
 
     def __init__(
         self,
@@ -68,10 +86,13 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        name: str | None,
         lives: int,
-        timeout_s: float | None,
-        memory: int,
+        timeout_s: float | None = None,
+        memory: int = 0,
+        name: str | None = None,
+        items: int = 0,
+        first: int = 0,
+        tracker: Tracker | None = None,
     ) -> None:
         self.number = number
         self.fn = fn
@@ -81,6 +102,9 @@ class Call:
         self.lives = lives
         self.timeout_s = timeout_s
         self.memory = memory
+        self.items = items
+        self.first = first
+        self.tracker = tracker
         self.future = PoolFuture()
         self.letter: Letter | None = None
 
@@ -88,6 +112,31 @@ class Call:
     def name(self) -> str:
         """What people are told of it."""
         return self.said or name_of(self.fn)
+
+    def part(self, number: int, begin: int, end: int) -> "Call":
+        """Some items of a chunk, as a chunk."""
+        return self._like(number, (self.args[0][begin:end],), self.said, self.lives, end - begin, self.first + begin)
+
+    def alone(self, number: int, item: int, tried: int = 0) -> "Call":
+        """One item of a chunk, as a call; `tried`: it has been begun that often."""
+        name = f"{self.name}, item {self.first + item}" + (", again" if tried else "")
+        args = self.args[0][item] if self.args else ()
+        return self._like(number, args, name, self.lives - tried, 0, self.first + item)
+
+    def _like(self, number: int, args: tuple[Any, ...], name: str | None, lives: int, items: int, first: int) -> "Call":
+        return Call(
+            number,
+            self.fn,
+            args,
+            {},
+            lives=lives,
+            timeout_s=self.timeout_s,
+            memory=self.memory,
+            name=name,
+            items=items,
+            first=first,
+            tracker=self.tracker,
+        )
 
     def close(self) -> None:
         """It is done with, one way or another: let go of what it holds."""

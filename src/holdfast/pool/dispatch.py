@@ -9,6 +9,7 @@ need not wait for the next; but none waits behind a slow one while another worke
 """
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -17,15 +18,16 @@ from typing import Any
 
 from holdfast.core.crew import Crew
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Lost, Rested, Send, Withdrawn
+from holdfast.core.messages import BootFailed, Drawn, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.local.host import LocalHost
-from holdfast.local.lifeline import Parcel, WorkerHandle
+from holdfast.local.lifeline import WorkerHandle
 from holdfast.pool.call import Call
-from holdfast.pool.job import Failure
 from holdfast.pool.letter import LetterWriter
-from holdfast.pool.tell import Teller
+from holdfast.pool.settle import Settler
+from holdfast.pool.tell import Teller, stats_of
+from holdfast.pool.watch import Watch
 
 # Tasks that take less than this are sent many at a time: waking a worker takes as long.
 BRISK_S = 0.002
@@ -47,13 +49,17 @@ class Dispatcher:
         teller: Teller,
         calls: dict[int, Call],
         deep: int,
+        numbers: "itertools.count[int]",
     ) -> None:
         self._host = host
         self._ledger = ledger
         self._writer = writer
         self._teller = teller
         self._calls = calls
+        self._record = teller.record
         self._counts = teller.record.counts
+        self._settler = Settler(host, teller, numbers, self._send_soon, self._rewrite)
+        self.watch = Watch(teller.record.kept_in, self.stats)
         self._supervisor = Supervisor(ledger, host, self._payload, crew)
         self._crew = crew
         self._looked_at = 0.0
@@ -79,6 +85,7 @@ class Dispatcher:
     def start(self) -> None:
         """The keeper is forked here, by the thread that submits: workers know what it knows."""
         self._host.open()
+        self._record.workers.begin(self._host.pulses)
         self.thread.start()
 
     def submit(self, call: Call) -> bool:
@@ -131,15 +138,13 @@ class Dispatcher:
         """What others may know of the worker processes, as far as they were needed."""
         return [handle for i, handle in enumerate(self._host.workers) if self._host.has_life(i)]
 
-    @property
-    def running(self) -> int:
-        """Calls that are with workers now."""
-        return len(self._calls)
+    def stats(self) -> dict[str, Any]:
+        """Totals so far, and how many calls are with workers, and wait, right now."""
+        return stats_of(self._record, len(self._calls), len(self._waiting), len(self._host.workers))
 
-    @property
-    def waiting(self) -> int:
-        """Calls that have not begun."""
-        return len(self._waiting)
+    def pace(self) -> tuple[int, int]:
+        """Retries so far, and workers that have something to do."""
+        return self._counts["retries"], min(len(self._calls), self._ledger.at_work)
 
     # In the thread -------------------------------------------------------------------------------------------------
 
@@ -161,6 +166,8 @@ class Dispatcher:
     def _look(self) -> None:
         """Are there as many workers as there may be?"""
         now = time.monotonic()
+        if now >= self.watch.next_at:
+            self.watch.look(now)
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._crew.look(now, 0, 0.0)
@@ -172,7 +179,7 @@ class Dispatcher:
         if self._withdrawn or self._killing or (self._waiting and self._may_write_ahead()):
             self._asleep = False
             return 0.0
-        return None
+        return self.watch.patience(time.monotonic())
 
     def _is_over(self) -> bool:
         self._asleep = False
@@ -214,7 +221,8 @@ class Dispatcher:
                 break
             call = written.popleft()
             self._calls[call.number] = call
-            self._supervisor.tell(Drawn(call.number, 1, call.lives))
+            # A chunk is given up when it has ended one life: what is left of it comes as other calls.
+            self._supervisor.tell(Drawn(call.number, 1, 1 if call.items else call.lives))
         self._host.flush()
 
     def _count(self, ended: int) -> None:
@@ -246,13 +254,27 @@ class Dispatcher:
 
     def _put_down(self, call: Call) -> bool:
         allowed = -1 if call.timeout_s is None else int(call.timeout_s * 1e9)
+        limits = (call.lives, allowed, call.memory, call.items)
         try:
-            call.letter = self._writer.write(call.fn, call.args, call.kwargs, (call.lives, allowed, call.memory))
+            call.letter = self._writer.write(call.fn, call.args, call.kwargs, limits)
         except BaseException as error:  # user code: __reduce__, __getstate__
-            error.add_note(f"while task {call.number} ({call.name}) was being pickled for a worker")
-            self._done(call, None, error)
+            self._settler.unsent(call, error)
             return False
         return True
+
+    def _send_soon(self, call: Call) -> None:
+        """What is left of a chunk."""
+        call.future.on_cancel(self._withdraw, call.number)
+        self._waiting.appendleft(call)
+        self._counts["submitted"] += 1
+
+    def _rewrite(self, call: Call) -> None:
+        """A worker did not find a name that it was thought to know."""
+        self._writer.main.forget()
+        if call.letter is not None:
+            call.letter.close()
+        if self._put_down(call):
+            self._written.append(call)
 
     def _payload(self, send: Send) -> bytes:
         letter = self._calls[send.task].letter
@@ -267,13 +289,14 @@ class Dispatcher:
             self._teller.incident(supervisor.notes.popleft())
         if supervisor.ready:
             self._count(len(supervisor.ready))
+            self._settler.journals = self._host.take_journals()
         while supervisor.ready:
             number, result = supervisor.ready.popleft()
             call = self._calls.pop(number, None)
             if call is None:
                 self._host.discard(result)
             else:
-                self._open(call, result)
+                self._settler.open(call, result)
         stop = supervisor.stop
         if stop is not None and self.broken is None:
             if isinstance(stop.event, BootFailed):
@@ -281,40 +304,6 @@ class Dispatcher:
                 self._break(self._teller.boot_failure(raised, stop.event.worker))
             else:
                 self._break(self._teller.stop(stop))
-
-    def _open(self, call: Call, result: object) -> None:
-        if isinstance(result, Lost):
-            self._counts["lost"] += 1
-            self._done(call, None, self._teller.lost(call, result))
-            return
-        assert isinstance(result, Parcel)
-        try:
-            content = self._host.take_out(result)
-        except BaseException as error:  # user code: __setstate__
-            self._done(call, None, self._teller.unreadable(call, error))
-            return
-        if not result.failed:
-            retried, value = content
-            if retried:
-                self._counts["retries"] += retried
-            self._done(call, value, None)
-        elif content.unknown:
-            self._writer.main.forget()
-            if call.letter is not None:
-                call.letter.close()
-            if self._put_down(call):
-                self._written.append(call)
-        else:
-            self._failed(call, content, result.worker)
-
-    def _failed(self, call: Call, failure: Failure, worker: int) -> None:
-        self._counts["raised"] += 1
-        error = self._teller.failure(call, failure, worker, self._host.pid_of(worker) or 0)
-        self._done(call, None, error)
-
-    def _done(self, call: Call, value: Any, error: BaseException | None) -> None:
-        call.close()
-        self._counts["done" if call.future.settle(value, error) else "cancelled"] += 1
 
     # The end -------------------------------------------------------------------------------------------------------
 
@@ -328,23 +317,25 @@ class Dispatcher:
     def _end(self) -> None:
         with self._lock:
             self._over = True
+        self._record.workers.end()
         try:
             self._host.close(*((0.0,) if self._killing else ()))
             for silence in self._host.leftovers():
                 self._teller.incident(silence)
         finally:
             self._settle_the_rest()
+            self.watch.end()
             atexit.unregister(self.finish)
 
     def _settle_the_rest(self) -> None:
         for call in [*self._calls.values(), *self._written]:
-            self._done(call, None, self._last_words(call))
+            self._settler.done(call, None, self._last_words(call))
         self._calls.clear()
         for call in self._waiting:
             if self._cancelling:
                 call.future.cancel()
             if call.future.set_running_or_notify_cancel():
-                self._done(call, None, self._last_words(call))
+                self._settler.done(call, None, self._last_words(call))
         self._waiting.clear()
 
     def _last_words(self, call: Call) -> HoldfastError:

@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.core.crew import Crew
 from holdfast.core.ledger import Ledger
 from holdfast.diagnose.report import Incident, Record, Report
+from holdfast.diagnose.runfolder import RunFolder
 from holdfast.errors import HoldfastError
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import WorkerHandle
@@ -25,15 +26,15 @@ from holdfast.local.room import growth_bytes
 from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
 from holdfast.pool.dispatch import Dispatcher
-from holdfast.pool.feed import Feed, ahead_of, chunks_of, run_chunk
+from holdfast.pool.feed import Feed, ahead_of, chunks_of, length_of
 from holdfast.pool.job import PoolJob
 from holdfast.pool.letter import LetterWriter, MainModule
-from holdfast.pool.tell import Teller
+from holdfast.pool.progress import Show, Tracker
+from holdfast.pool.tell import Teller, stats_of
 
 # Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
 # alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
 DEPTH = 16
-_COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "restarts")
 
 
 class Pool(Executor):
@@ -78,7 +79,7 @@ class Pool(Executor):
         self._method: str = method
         self._job = PoolJob(initializer, initargs, policy.retry_on, policy.retry_delay)
         self._share = max_tasks_per_child
-        self._record = Record()
+        self._record = Record(kept_in=RunFolder.from_environment("pool"))
         self._numbers = itertools.count()
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -121,10 +122,12 @@ class Pool(Executor):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        name: str | None = None,
         timeout: float | None = None,
         retries: int | None = None,
         memory: int = 0,
+        items: int = 0,
+        first: int = 0,
+        tracker: Tracker | None = None,
     ) -> Future[Any]:
         dispatcher = self._dispatcher
         if dispatcher is None or self._shut or dispatcher.broken is not None or os.getpid() != self._owner:
@@ -135,10 +138,12 @@ class Pool(Executor):
             fn,
             args,
             kwargs,
-            name=name,
             lives=1 + (policy.retries if retries is None else retries),
             timeout_s=policy.sample_timeout if timeout is None else timeout,
             memory=memory,
+            items=items,
+            first=first,
+            tracker=tracker,
         )
         if not dispatcher.submit(call):
             raise self._refusal()
@@ -153,12 +158,14 @@ class Pool(Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
         return_exceptions: bool = False,
+        progress: bool | str | Show = False,
     ) -> Iterator[Any]:
-        """`fn` of every item, in order. `chunksize` items make one task, and are lost together.
+        """`fn` of every item, in order. `chunksize` items travel together; each has an outcome of its own.
 
         `buffersize`: at most so many tasks are drawn beyond those whose results were taken. Without it, everything is,
         but of a generator no more than 10,000 before results are taken. `return_exceptions`: the exception of an item
-        comes in the place of its result, and the others go on.
+        comes in the place of its result, and the others go on. `progress`: True, or what the line shall begin with:
+        how far it is, on stderr. A function gets a `holdfast.Progress` about once a second, in the pool's own thread.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
@@ -166,18 +173,21 @@ class Pool(Executor):
             raise TypeError("buffersize must be an integer or None")
         if buffersize is not None and buffersize < 1:
             raise ValueError("buffersize must be None or > 0")
-        if return_exceptions and chunksize > 1:
-            raise ValueError("return_exceptions needs chunksize=1: the items of a chunk have one outcome")
+        several = chunksize > 1
         calls: Iterator[Any] = zip(*iterables, strict=False)
-        submit: Any = partial(_call if chunksize == 1 else _call_chunk, self, fn)
-        if chunksize > 1:
+        if several:
             calls = chunks_of(calls, chunksize)
-        feed = Feed(submit, calls, ahead_of(iterables, buffersize), return_exceptions)
+        tracker = None
+        if progress:
+            dispatcher = self._opened()
+            tracker = Tracker(progress, name_of(fn), length_of(iterables), dispatcher.pace)
+            dispatcher.watch.add(tracker)
+        submit = partial(_call_chunk if several else _call, self, fn, tracker)
+        feed = Feed(submit, calls, ahead_of(iterables, buffersize), return_exceptions, several, tracker)
         feed.fill()
         if buffersize is None and not feed.over:
             self._feeds = [other for other in self._feeds if not other.over] + [feed]
-        results = feed.results(timeout)
-        return results if chunksize == 1 else itertools.chain.from_iterable(results)
+        return feed.results(timeout)
 
     # The crew ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +245,7 @@ class Pool(Executor):
         allowed = crew.allowed.workers
         ledger = Ledger(self._workers, depth, plain, in_order=False, allowed=allowed, share=self._share, even=True)
         teller = Teller(self._record, policy, growth, self._method, calls)
-        dispatcher = Dispatcher(host, ledger, crew, LetterWriter(MainModule(fork)), teller, calls, depth)
+        dispatcher = Dispatcher(host, ledger, crew, LetterWriter(MainModule(fork)), teller, calls, depth, self._numbers)
         dispatcher.start()
         # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
         weakref.finalize(self, dispatcher.close).atexit = False
@@ -285,13 +295,9 @@ class Pool(Executor):
         return tuple(self._record.incidents)
 
     def stats(self) -> dict[str, Any]:
-        """Totals so far, and how many calls run and wait right now."""
-        counts, dispatcher = self._record.counts, self._dispatcher
-        return {name: counts[name] for name in _COUNTS} | {
-            "running": dispatcher.running if dispatcher is not None else 0,
-            "waiting": dispatcher.waiting if dispatcher is not None else 0,
-            "workers": self._workers,
-        }
+        """Totals so far, how many calls run and wait right now, and what each worker has done and used."""
+        dispatcher = self._dispatcher
+        return dispatcher.stats() if dispatcher is not None else stats_of(self._record, 0, 0, self._workers)
 
     def report(self) -> Report:
         """What happened so far: `print(pool.report())`, or `.to_json()`."""
@@ -303,9 +309,13 @@ class Pool(Executor):
         return Report(self._record, s, summary)
 
 
-def _call(pool: Pool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
-    return pool._submit(fn, args, {})
+def _call(
+    pool: Pool, fn: Callable[..., Any], tracker: Tracker | None, args: tuple[Any, ...], first: int
+) -> Future[Any]:
+    return pool._submit(fn, args, {}, first=first, tracker=tracker)
 
 
-def _call_chunk(pool: Pool, fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> Future[Any]:
-    return pool._submit(run_chunk, (fn, chunk), {}, name=name_of(fn))
+def _call_chunk(
+    pool: Pool, fn: Callable[..., Any], tracker: Tracker | None, chunk: list[tuple[Any, ...]], first: int
+) -> Future[Any]:
+    return pool._submit(fn, (chunk,), {}, items=len(chunk), first=first, tracker=tracker)

@@ -14,15 +14,14 @@ from concurrent.futures import Future, wait
 from itertools import islice
 from typing import Any
 
+from holdfast.pool.chunk import Failed, Part
+from holdfast.pool.progress import Tracker
+
 # Calls of a generator that are drawn before any result is taken: some megabytes of futures.
 AHEAD = 10_000
 
+_NO_RESULTS = (Failed, Part)
 Submit = Callable[..., Future[Any]]
-
-
-def run_chunk(fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[Any]:
-    """Several calls as one task. Which process: the worker."""
-    return [fn(*args) for args in chunk]
 
 
 def chunks_of(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[Any, ...]]]:
@@ -31,10 +30,25 @@ def chunks_of(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tupl
 
 
 class Feed:
-    """The calls of one map(). `submit(args)` makes one; which thread: those of the user."""
+    """The calls of one map(). `submit(args, first)` makes one, or a chunk if they have `several` items each.
 
-    def __init__(self, submit: Submit, calls: Iterator[Any], ahead: int | None, return_exceptions: bool) -> None:
+    Which thread: those of the user.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        calls: Iterator[Any],
+        ahead: int | None,
+        return_exceptions: bool,
+        several: bool,
+        tracker: Tracker | None,
+    ) -> None:
         self._return_exceptions = return_exceptions
+        self._several = several
+        self._tracker = tracker
+        self._drawn = 0
+        self._outcomes: list[Any] = []  # of a chunk, the next one last
         self._submit = submit
         self._calls = calls
         self._ahead = ahead
@@ -52,8 +66,12 @@ class Feed:
             call = next(self._calls)
         except StopIteration:
             self.over = True
+            if self._tracker is not None:
+                self._tracker.total = self._drawn
             return
-        self.futures.append(self._submit(call))
+        first = self._drawn
+        self._drawn += len(call) if self._several else 1
+        self.futures.append(self._submit(call, first))
 
     def drain(self) -> None:
         """Draw all that is left, each when one has ended; nobody may be there to take the results."""
@@ -65,7 +83,33 @@ class Feed:
             self.draw()
 
     def _take(self, timeout: float | None) -> Any:
-        future = self.futures[0]
+        """The next result."""
+        if not self._several:
+            return self._settled(self.futures, timeout)
+        outcomes = self._outcomes
+        while not outcomes:
+            outcomes += reversed(self._settled(self.futures, timeout))
+        while type(outcomes[-1]) is Part:
+            part = outcomes[-1]
+            futures = deque([part.future])
+            try:
+                result = self._settled(futures, timeout)
+            finally:
+                if not futures:
+                    outcomes.pop()
+            if not part.several:
+                return result
+            outcomes += reversed(result)
+        outcome = outcomes.pop()
+        if type(outcome) is Failed:
+            if not self._return_exceptions or not isinstance(outcome.error, Exception):
+                raise outcome.error
+            return outcome.error
+        return outcome
+
+    def _settled(self, futures: deque[Future[Any]], timeout: float | None) -> Any:
+        """The result of the first of them; it is taken away when it is there."""
+        future = futures[0]
         try:
             result = future.result(timeout)
         except Exception as error:
@@ -74,7 +118,7 @@ class Feed:
             result = error
         finally:
             if future.done():
-                self.futures.popleft()
+                futures.popleft()
         self.fill()
         return result
 
@@ -82,13 +126,25 @@ class Feed:
         """In order. Whoever stops taking them cancels the rest."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while self.futures:
+            while self.futures or self._outcomes:
                 # Nothing is held here of a result while it is looked at.
                 yield self._take(None if deadline is None else deadline - time.monotonic())
+                while self._outcomes and type(self._outcomes[-1]) not in _NO_RESULTS:
+                    yield self._outcomes.pop()
         finally:
             self.over = True
+            _cancel(self._outcomes)
             while self.futures:
-                self.futures.popleft().cancel()
+                _cancel([Part(self.futures.popleft(), self._several)])
+            if self._tracker is not None:
+                self._tracker.finish()
+
+
+def _cancel(outcomes: Iterable[Any]) -> None:
+    """What is not wanted any more, and what was sent once more of it."""
+    for part in [outcome for outcome in outcomes if type(outcome) is Part]:
+        if not part.future.cancel() and part.several and part.future.done() and not part.future.exception():
+            _cancel(part.future.result())
 
 
 def ahead_of(iterables: tuple[Iterable[Any], ...], buffersize: int | None) -> int | None:
@@ -96,3 +152,10 @@ def ahead_of(iterables: tuple[Iterable[Any], ...], buffersize: int | None) -> in
     if buffersize is not None:
         return buffersize
     return None if any(isinstance(it, Sized) for it in iterables) else AHEAD
+
+
+def length_of(iterables: tuple[Iterable[Any], ...]) -> int | None:
+    """How many calls there will be; None when nobody says."""
+    if not all(isinstance(it, Sized) for it in iterables):
+        return None
+    return min((len(it) for it in iterables if isinstance(it, Sized)), default=0)

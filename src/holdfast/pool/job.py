@@ -19,6 +19,7 @@ from holdfast.local.pulse import ALLOWED, RETRIES, Pulse
 from holdfast.local.raised import Raised, capture
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Reply
+from holdfast.pool.chunk import UNOPENED, Results
 from holdfast.pool.letter import Head, head_of, open_letter
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
@@ -82,6 +83,8 @@ class PoolJob:
 
     def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
         head = head_of(payload)
+        if head.items:
+            return self._run_chunk(head, payload, space)
         attempt = head.attempt
         while True:
             self._pulse.words[ALLOWED] = head.allowed_ns
@@ -94,16 +97,55 @@ class PoolJob:
             if not again or attempt >= head.attempts:
                 space.clear()
                 return Reply(Kind.ERROR, *self._packer.pack(failure, space))
-            self._pulse.words[RETRIES] += 1
-            time.sleep(self._retry_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            self._rest(attempt)
+
+    def _rest(self, attempt: int) -> None:
+        self._pulse.words[RETRIES] += 1
+        time.sleep(self._retry_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+
+    def _run_chunk(self, head: Head, payload: memoryview, space: SlotSpace) -> Reply:
+        """Each item has its own time, its own attempts and its own outcome. See pool/chunk.py."""
+        pulse = self._pulse
+        pulse.words[ALLOWED] = head.allowed_ns
+        pulse.enter(Stage.FETCH, UNOPENED)
+        try:
+            fn, (items,), _ = open_letter(head, payload)
+        except BaseException as error:  # user code: __setstate__, modules that are imported
+            return Reply(Kind.ERROR, *self._packer.pack(_unopened(error, head, 1), space))
+        results = Results(self._packer, space, pulse.words, head.items)
+        for position, args in enumerate(items):
+            pulse.enter(Stage.FETCH, position)
+            results.begin(position)
+            try:
+                result, retries = fn(*args), 0
+            except BaseException as error:  # user code
+                result, retries = self._item_again(head, payload, position, error)
+            try:
+                results.add(result, retries)
+            except BaseException as error:  # user code again: __reduce__, __getstate__
+                results.add(Failure(capture(error), Stage.SEND, retries + 1), -1)
+        return results.reply()
+
+    def _item_again(self, head: Head, payload: memoryview, position: int, error: BaseException) -> tuple[Any, int]:
+        """An item has raised: its result after all, and how many retries it took; or a Failure, and -1."""
+        attempt = 1
+        while isinstance(error, self._retry_on) and attempt < head.attempts:
+            self._rest(attempt)
+            attempt += 1
+            self._pulse.enter(Stage.FETCH, position)
+            try:
+                fn, (items,), _ = open_letter(head, payload)  # its arguments as they were
+                return fn(*items[position]), attempt - 1
+            except BaseException as other:  # user code
+                error = other
+        return Failure(capture(error), Stage.FETCH, attempt), -1
 
     def _attempt(self, head: Head, payload: memoryview, attempt: int, space: SlotSpace) -> Reply | tuple[Failure, bool]:
         """The reply; or what went wrong, and whether it is worth another attempt."""
         try:
             fn, args, kwargs = open_letter(head, payload)
         except BaseException as error:  # user code: __setstate__, modules that are imported
-            unknown = isinstance(error, AttributeError) and "_main__'" in str(error) and not head.by_value
-            return Failure(capture(error), Stage.BOOT, attempt, True, unknown), False
+            return _unopened(error, head, attempt), False
         try:
             with _limited(head.memory):
                 result = fn(*args, **kwargs)
@@ -112,7 +154,7 @@ class PoolJob:
             facts = facts if isinstance(error, MemoryError) else ()
             return Failure(capture(error, facts), Stage.FETCH, attempt), isinstance(error, self._retry_on)
         self._pulse.enter(Stage.SEND)
-        content = (attempt - 1 - head.attempt or None, result)
+        content = (attempt - 1 or None, result)
         try:
             return Reply(Kind.BATCH, *self._packer.pack(content, space))
         except Full:
@@ -123,6 +165,11 @@ class PoolJob:
 
     def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
         return birth.pack_error(error, space)
+
+
+def _unopened(error: BaseException, head: Head, attempt: int) -> Failure:
+    unknown = isinstance(error, AttributeError) and "_main__'" in str(error) and not head.by_value
+    return Failure(capture(error), Stage.BOOT, attempt, True, unknown)
 
 
 @contextmanager

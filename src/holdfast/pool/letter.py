@@ -24,7 +24,7 @@ from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import ALIGN, FileSpace
 
-_HEAD = struct.Struct("<12q")
+_HEAD = struct.Struct("<13q")
 # Beyond this, a file: no letter box is too small for less, and below it mapping a file costs more than copying.
 INLINE = 256 << 10
 _SIMPLE = frozenset((int, float, complex, str, bytes, bool, type(None)))
@@ -39,6 +39,7 @@ class Head(NamedTuple):
     attempts: int
     allowed_ns: int
     memory: int
+    items: int  # of a chunk; 0 for a single call
     by_value: int
     size: int
     fd: int
@@ -166,8 +167,10 @@ class LetterWriter(Packer):
         self.main = main
         self._by_value = type("ByValue", (_MainPickler,), {"main": main})
 
-    def write(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: tuple[int, int, int]) -> Letter:
-        """`limits`: attempts, allowed nanoseconds, bytes of memory. Raises whatever pickling raises."""
+    def write(
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: tuple[int, int, int, int]
+    ) -> Letter:
+        """`limits`: attempts, allowed nanoseconds, bytes of memory, items. Raises whatever pickling raises."""
         self._short_way = self._is_short(fn, args, kwargs)
         if self._short_way and fn.__closure__ is None and all(type(arg) in _SIMPLE for arg in args):
             content = _briefly(fn, args)
@@ -218,6 +221,14 @@ class _MainPickler(cloudpickle.Pickler):
         if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__" and self.main.knows(obj):
             return NotImplemented
         return super().reducer_override(obj)
+
+
+def is_brief(value: Any) -> bool:
+    """Plain numbers and strings, or a few of them: pickled at once, without looking for large bytes inside."""
+    kind = type(value)
+    return kind in _SIMPLE or (
+        kind in (tuple, list) and len(value) <= _SHORT and all(type(part) in _SIMPLE for part in value)
+    )
 
 
 def _is_simple(value: Any, depth: int = 2) -> bool:

@@ -1,10 +1,11 @@
 """What the user of a pool is told: lost tasks and failures become exceptions. Deaths: see diagnose/voice.py."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.messages import Cause, Exited, Lost, Note, Stage, Stop
+from holdfast.core.messages import Cause, Exited, Lost, Note, Stop
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import Record, incident_of, where
 from holdfast.diagnose.voice import Voice
@@ -13,6 +14,8 @@ from holdfast.local.raised import Raised, rebuild, to_raise
 from holdfast.policy import Policy
 from holdfast.pool.call import Call
 from holdfast.pool.job import Failure
+
+_COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "restarts")
 
 
 class Teller(Voice):
@@ -26,26 +29,24 @@ class Teller(Voice):
         start_method: str,
         calls: Mapping[int, Call],
     ) -> None:
-        blank = Case(
-            what="exited",
-            worker=0,
-            sample_timeout=policy.sample_timeout,
-            worker_memory=growth_bytes,
-            start_method=start_method,
-            call="",
-        )
-        super().__init__(record, blank)
-        self._policy = policy
+        super().__init__(record, policy, growth_bytes, start_method, call="")
         self._calls = calls
 
     def name(self, task: int, position: int) -> dict[str, Any]:
         call = self._calls.get(task)
-        return {} if call is None else _about(call)
+        if call is None:
+            return {}
+        return _about(call.alone(task, min(position, call.items - 1)) if call.items and position >= 0 else call)
 
     def death(self, note: Note) -> Case:
         """In a pool nobody is judged: a task has a number of attempts, and that is all."""
+        on = note.event.on
+        call = self._calls.get(on.task) if on is not None else None
         if not note.needed:
             did = "started a new worker; no task was lost"
+        elif call is not None and call.items:
+            again = "is run again" if call.lives > 1 else "has this error"
+            did = f"started a new worker; this item {again}, the others of its chunk go on"
         elif note.strike < note.needed:
             did = "started a new worker, which runs the task again"
         else:
@@ -78,6 +79,7 @@ class Teller(Voice):
             attempt=failure.attempts,
             raised=failure.raised,
             did="its future has this error",
+            at=time.time(),
             **_about(call),
         )
         incident = incident_of(case)
@@ -126,7 +128,7 @@ class Teller(Voice):
 
     def boot_failure(self, raised: Raised, worker: int) -> PoolBroken:
         """A worker could not start."""
-        incident = self.tell(replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised))
+        incident = self.could_not_start(raised, worker)
         error = PoolBroken(f"the initializer of the pool raised, so no worker can start\n{incident}")
         error.__cause__ = to_raise(raised, f"in worker {worker} while it started", None, worker)
         return error
@@ -136,15 +138,17 @@ class Teller(Voice):
         event = stop.event
         assert isinstance(event, Exited)
         incident = incident_of(replace(self.death(Note(event, "", 0, 0)), did="gave up: all tasks fail"))
-        why = f"a worker died more than {self._policy.restarts} times in a row without any progress; the last:"
-        if event.cause is Cause.KEEPER:
-            why = (
-                "the keeper, the process between this one and the workers, ends again and again; it may have printed "
-                'why. With spawn: does the main module start its work under if __name__ == "__main__"? Last:'
-            )
-        elif event.on is not None and event.on.stage < Stage.IDLE:
-            why = "workers die before they are ready; the last:"
-        return PoolBroken(f"{why}\n{incident}")
+        return PoolBroken(f"{self.gave_up(event)}\n{incident}")
+
+
+def stats_of(record: Record, running: int, waiting: int, workers: int) -> dict[str, Any]:
+    """Of a pool: totals so far, calls that are with workers and that wait, and what each worker has done and used."""
+    return {name: record.counts[name] for name in _COUNTS} | {
+        "running": running,
+        "waiting": waiting,
+        "workers": workers,
+        "per_worker": record.workers.figures(),
+    }
 
 
 def _about(call: Call) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Progress of a map(): one line on a terminal, rewritten; a line now and then where there is none; or a call of yours.
+
+Counted and told by the dispatcher's thread, which wakes up anyway when a task ends; the last word is said by whoever
+takes the last result, so that it stands before what the user prints next.
+"""
+
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+log = logging.getLogger("holdfast")
+# Seconds between two looks: at a terminal, in a log file, and for a function.
+TERMINAL_S = 0.2
+LOG_S = 10.0
+CALL_S = 1.0
+# The rate is that of the last half minute.
+RATE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a map() is. `str()` is the line that people see."""
+
+    label: str
+    done: int
+    """Items that have an outcome; `failed` of them have an exception."""
+    total: int | None
+    """None while it is not known: a generator does not say how long it is."""
+    failed: int
+    retried: int
+    """Attempts beyond the first, of all tasks of the pool since the map began."""
+    running: int
+    """Workers that have something to do."""
+    seconds: float
+    per_second: float
+    over: bool
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the rest will take at this rate, if that can be said."""
+        if self.total is None or not self.per_second:
+            return None
+        return (self.total - self.done) / self.per_second
+
+    def __str__(self) -> str:
+        of = f" of {self.total:,}" if self.total is not None else ""
+        parts = [f"{self.label}: {self.done:,}{of} done", f"{self.per_second:,.1f}/s"]
+        parts += [f"{self.failed:,} failed"] if self.failed else []
+        parts += [f"{self.retried:,} retried"] if self.retried else []
+        if self.over:
+            return ", ".join([*parts, f"in {clock(self.seconds)}"])
+        left = self.left_s
+        parts += [f"{self.running} running", f"{clock(left)} left" if left is not None else clock(self.seconds)]
+        return ", ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:34, 1:02:03"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rewrite(file: TextIO, text: str, end: str = "") -> None:
+    """In the place of the last line of a terminal; cut where it would not fit."""
+    width = shutil.get_terminal_size().columns
+    file.write(f"\r{text[: width - 1]}\033[K{end}")
+    file.flush()
+
+
+Show = Callable[[Progress], object]
+
+
+def on_stderr() -> tuple[Show, float]:
+    """What shows it there, and how often."""
+    file = sys.stderr
+    if file.isatty():
+        return lambda progress: rewrite(file, str(progress), "\n" if progress.over else ""), TERMINAL_S
+    return lambda progress: print(progress, file=file, flush=True), LOG_S
+
+
+class Tracker:
+    """One map's. `told`: retries and running workers of the pool."""
+
+    def __init__(self, wish: bool | str | Show, name: str, total: int | None, told: Callable[[], Any]) -> None:
+        self._show, self._every_s = (wish, CALL_S) if callable(wish) else on_stderr()
+        self._label = wish if isinstance(wish, str) else name
+        self._told = told
+        self.total = total
+        self._done = 0
+        self._failed = 0
+        self._began = time.monotonic()
+        self._before: int = told()[0]
+        self._marks: deque[tuple[float, int]] = deque([(self._began, 0)])
+        self._lock = threading.Lock()  # between the dispatcher's thread and the one that takes the last result
+        self.over = False
+        self.next_at = self._began + self._every_s
+
+    def ended(self, items: int, failed: int) -> None:
+        """Which thread: the dispatcher's, before the futures know."""
+        self._done += items
+        self._failed += failed
+
+    def look(self, now: float) -> None:
+        """It is time to say something; for the last time, if nobody takes the results and all are there."""
+        self.next_at = now + self._every_s
+        if self._done == self.total:
+            self.finish()
+        else:
+            self._say(now, False)
+
+    def finish(self) -> None:
+        """No more is to come, or nobody waits for it."""
+        self._say(time.monotonic(), True)
+
+    def _say(self, now: float, over: bool) -> None:
+        with self._lock:
+            if self.over:
+                return
+            self.over = over
+            progress = self._progress(now)
+            try:
+                self._show(progress)
+            except Exception:  # user code, or a terminal that has gone: the work goes on
+                log.exception("progress of %s cannot be shown", self._label)
+                self.over = True
+
+    def _progress(self, now: float) -> Progress:
+        marks = self._marks
+        marks.append((now, self._done))
+        while len(marks) > 2 and marks[1][0] < now - RATE_S:
+            marks.popleft()
+        at, had = (self._began, 0) if self.over else marks[0]
+        rate = (self._done - had) / (now - at) if now > at else 0.0
+        retries, running = self._told()
+        retried = retries - self._before
+        counted = (self._done, self.total, self._failed, retried, running)
+        return Progress(self._label, *counted, now - self._began, rate, self.over)

@@ -1,0 +1,152 @@
+"""What came of calls: results, failures and deaths become the outcomes of futures. Which thread: the dispatcher's."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.core.messages import Cause, Lost
+from holdfast.local.host import LocalHost
+from holdfast.local.lifeline import Parcel
+from holdfast.pool.call import Call
+from holdfast.pool.chunk import UNOPENED, Failed, Outcome, Part, left_by, unfold
+from holdfast.pool.job import Failure
+from holdfast.pool.tell import Teller
+from holdfast.shm.pack import unpack
+
+# Where it was noted what the worker was on before it was killed: it may have gone on meanwhile.
+_NOTED_BEFORE = (Cause.DEADLINE, Cause.MEMORY, Cause.PRESSURE)
+
+
+class Settler:
+    """`numbers`: of calls. `again(call)`: it is to be sent, ahead of those that wait; `rewrite(call)`: in other words,
+    for a worker did not understand it.
+    """
+
+    def __init__(
+        self,
+        host: LocalHost,
+        teller: Teller,
+        numbers: "itertools.count[int]",
+        again: Callable[[Call], None],
+        rewrite: Callable[[Call], None],
+    ) -> None:
+        self._host = host
+        self._teller = teller
+        self._counts = teller.record.counts
+        self._numbers = numbers
+        self._again = again
+        self._rewrite = rewrite
+        self.journals: dict[int, tuple[bytes, int]] = {}  # what dead workers have left, by task
+
+    def open(self, call: Call, result: object) -> None:
+        """It has an outcome."""
+        if isinstance(result, Lost):
+            self._lost(call, result)
+            return
+        assert isinstance(result, Parcel)
+        try:
+            several = call.items and not result.failed
+            content = self._host.take_out(result, read=unfold if several else unpack)
+        except BaseException as error:  # user code: __setstate__
+            self.done(call, None, self._teller.unreadable(call, error))
+            return
+        if result.failed and content.unknown:
+            self._rewrite(call)
+        elif result.failed and call.items > 1:
+            self._halve(call)
+        elif result.failed:
+            self.done(call, None, self._failure(call, content, result.worker))
+        elif call.items:
+            self._settle(call, self._told(call, content, result.worker))
+        else:
+            retried, value = content
+            if retried:
+                self._counts["retries"] += retried
+            self.done(call, value, None)
+
+    def done(self, call: Call, value: Any, error: BaseException | None) -> None:
+        """It is over. A chunk that never was begun: so are all its items."""
+        if call.items and error is not None:
+            self._settle(call, [Failed(error)] * call.items)
+            return
+        call.close()
+        if call.tracker is not None:
+            call.tracker.ended(1, error is not None)
+        self._counts["done" if call.future.settle(value, error) else "cancelled"] += 1
+
+    def unsent(self, call: Call, error: BaseException) -> None:
+        """It cannot be pickled."""
+        if call.items > 1:
+            self._halve(call)
+            return
+        error.add_note(f"while task {call.number} ({call.name}) was being pickled for a worker")
+        self.done(call, None, error)
+
+    def _failure(self, call: Call, failure: Failure, worker: int) -> BaseException:
+        self._counts["raised"] += 1
+        return self._teller.failure(call, failure, worker, self._host.pid_of(worker) or 0)
+
+    def _lost(self, call: Call, lost: Lost) -> None:
+        if call.items:
+            self._split(call, lost)
+            return
+        self._counts["lost"] += 1
+        self._counts["retries"] += lost.attempts - 1
+        self.done(call, None, self._teller.lost(call, lost))
+
+    # Chunks --------------------------------------------------------------------------------------------------------
+
+    def _told(self, call: Call, outcomes: list[Outcome], worker: int) -> list[Any]:
+        """Results, with a Failed in the place of those that there are not."""
+        told: list[Any] = []
+        if all(retries == 0 and error is None for _, retries, error in outcomes):
+            return [outcome[0] for outcome in outcomes]
+        for item, (content, retries, error) in enumerate(outcomes):
+            if error is not None:
+                told.append(Failed(self._teller.unreadable(call.alone(call.number, item), error)))
+            elif retries < 0:
+                told.append(Failed(self._failure(call.alone(call.number, item), content, worker)))
+            else:
+                self._counts["retries"] += retries
+                told.append(content)
+        return told
+
+    def _split(self, call: Call, lost: Lost) -> None:
+        """Its worker has died. What it had done counts, one item is guilty, and the others are sent once more."""
+        saved, count = self.journals.get(call.number, (b"", 0))
+        unopened = lost.position == UNOPENED and not count and lost.event.cause not in _NOTED_BEFORE
+        if unopened and call.items > 1:
+            self._halve(call)
+            return
+        outcomes, begun = left_by(saved, count)
+        told = self._told(call, outcomes, lost.event.worker)
+        for item in range(len(told), begun):
+            last = call.lives == 1
+            guilty = call.alone(next(self._numbers) if not last else call.number, item, 0 if last else 1)
+            if last:
+                self._counts["lost"] += 1
+                told.append(Failed(self._teller.lost(guilty, lost)))
+            else:
+                self._counts["retries"] += 1
+                told.append(Part(guilty.future, False))
+                self._again(guilty)
+        if len(told) < call.items:
+            told.append(self._part(call, len(told), call.items))
+        self._settle(call, told)
+
+    def _halve(self, call: Call) -> None:
+        """Something in it cannot be pickled, or opened, and no item has begun: the other half need not suffer."""
+        middle = call.items // 2
+        self._settle(call, [self._part(call, 0, middle), self._part(call, middle, call.items)])
+
+    def _part(self, call: Call, begin: int, end: int) -> Part:
+        part = call.part(next(self._numbers), begin, end)
+        self._again(part)
+        return Part(part.future, True)
+
+    def _settle(self, call: Call, told: list[Any]) -> None:
+        call.close()
+        if call.tracker is not None:
+            here = [outcome for outcome in told if type(outcome) is not Part]
+            call.tracker.ended(len(here), sum(type(outcome) is Failed for outcome in here))
+        self._counts["done" if call.future.settle(told, None) else "cancelled"] += 1
