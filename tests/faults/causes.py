@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
 from holdfast.diagnose.finding import TRAINER
-from holdfast.local import keeper, spy
+from holdfast.local import life, spy
 from holdfast.local.sender import can_note
 from holdfast.testing.faults import FAULTS
 
@@ -481,7 +481,7 @@ CAUSES = [
         "worker-silent",
         lambda: time.sleep(3),
         ("said nothing", "time.sleep(3)"),
-        before=lambda: setattr(keeper, "SILENT_S", 0.8),
+        before=lambda: setattr(life, "SILENT_S", 0.8),
     ),
     Cause("in the kernel's own wait", "hang-uninterruptible", uninterruptible, ("state D",), SLOW),
     Cause("waits for a file lock", "hang-io", locked_file, ("flock", "/file"), SLOW, before=lock_the_file),

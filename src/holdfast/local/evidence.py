@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.local import linux, procfs
 from holdfast.local.cgroups import Group, group_of
+from holdfast.local.look import Bounds, Look
 from holdfast.local.oom import Oom
 from holdfast.local.sender import Fault, Sender
 
@@ -99,6 +100,10 @@ class Evidence:
     """Batches that this life has done, and samples in them."""
     samples: int = 0
     descriptors: int = 0
+    look: Look | None = None
+    """What it had when it was last looked at: at once for a hang, some seconds before for a death."""
+    bounds: Bounds | None = None
+    """What the kernel allowed it, read before it was reaped."""
 
 
 def view_of(pid: int, busy: float = 0.0) -> View:

@@ -32,8 +32,8 @@ from holdfast.core.messages import (
 )
 from holdfast.errors import HoldfastError
 from holdfast.local import birth, forks, linux, procfs
+from holdfast.local.cradle import Orders
 from holdfast.local.evidence import Evidence
-from holdfast.local.keeper import Orders
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, exit_code, sparse_file
 from holdfast.local.pulse import ASKED, FLOOR, JOURNAL_BYTES, JOURNALLED, LIFE, PAGE, POSITION, SLOT, Pulse
 from holdfast.local.room import RoomWatch

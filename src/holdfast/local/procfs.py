@@ -185,21 +185,20 @@ def other_threads(pid: int) -> tuple[str, ...]:
         numbers = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return ()
-    for number in numbers:
+    for number in [number for number in numbers if number != str(pid)][:_MOST_THREADS]:
         try:
             head, _, tail = Path(f"/proc/{pid}/task/{number}/stat").read_text().rpartition(")")
         except OSError:
             continue  # it has ended
-        if number != str(pid):
-            found.append(f"{head.partition('(')[2]} {tail.split()[0]}")
-    return tuple(found[:_MOST_THREADS])
+        found.append(f"{head.partition('(')[2]} {tail.split()[0]}")
+    return tuple(found)
 
 
-def children(pid: int) -> tuple[tuple[int, str], ...]:
-    """The processes that it has started and that live: pid, command line."""
+def children(pid: int, most_threads: int | None = None) -> tuple[tuple[int, str], ...]:
+    """The processes that it has started and that live: pid, command line. The first `most_threads` are asked."""
     found: list[tuple[int, str]] = []
     try:
-        for number in os.listdir(f"/proc/{pid}/task"):
+        for number in os.listdir(f"/proc/{pid}/task")[:most_threads]:
             words = Path(f"/proc/{pid}/task/{number}/children").read_text().split()
             found += [(int(word), command(int(word))) for word in words]
     except OSError:
