@@ -731,6 +731,7 @@ def named(cause: Cause) -> tuple[str, str]:
         told = incidents[cause.which]
     except IndexError:
         return "nothing", f"{len(incidents)} incidents"
+    told.pop("evidence")  # what was said counts, not what was seen
     return told["finding"], json.dumps(told, indent=1, ensure_ascii=False)
 
 

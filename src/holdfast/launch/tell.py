@@ -6,7 +6,7 @@ from dataclasses import replace
 from holdfast.core.ledger import OWN_FAULT
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, Finding, find
-from holdfast.diagnose.report import Incident
+from holdfast.diagnose.report import Incident, without_stack
 from holdfast.diagnose.rules import ALL
 from holdfast.launch.cause import How, Verdict
 from holdfast.launch.errors import RankExited, RankRaised
@@ -151,6 +151,7 @@ class Attempt:
             signal=signal_name(case.code) if case.cause is Cause.SIGNAL else None,
             exit_code=case.code if case.cause is Cause.EXIT else None,
             stack=raised.traceback.rstrip() if raised is not None else _users_frames(evidence),
+            evidence=without_stack(evidence),
         )
 
     def _stopped(self) -> str:

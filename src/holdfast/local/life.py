@@ -61,6 +61,7 @@ class Life:
         self.seen: tuple[object, ...] = ()  # which hang `view` is of
         self._scene = scene
         self._look: Look | None = None
+        self._looked = 0.0
         self._next_look = 0.0
         self._files = 0  # descriptors at the last look
 
@@ -96,8 +97,9 @@ class Life:
             self.look_closely(now)
 
     def look_closely(self, now: float) -> None:
-        self._look = look_at(self.pid, now) or self._look
-        self._files = self._look.descriptors if self._look is not None else 0
+        look = look_at(self.pid)
+        if look is not None:
+            self._look, self._looked, self._files = look, now, look.descriptors
         self._next_look = now + min(LOOK_S, max(SOON_S, now - self.began))  # a young one changes fast
 
     def crash_text(self) -> str:
@@ -124,6 +126,6 @@ class Life:
             tasks=tasks,
             samples=samples,
             descriptors=self.pulse.words[FILES],
-            look=None if look is None else replace(look, age_s=now - look.at),
+            look=None if look is None else replace(look, age_s=max(0.0, now - self._looked)),
             **facts,
         )

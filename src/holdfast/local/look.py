@@ -40,10 +40,10 @@ _LIMITS = (
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a living process had. `at`: when, on the monotonic clock; in evidence `age_s` says how long before."""
+    """What a living process had."""
 
-    at: float = 0.0
     age_s: float = 0.0
+    """How long before the incident that was."""
     descriptors: int = 0
     paths: tuple[tuple[str, int], ...] = ()
     """What its descriptors stand for, and how many for each; the most frequent first. Of many descriptors, a part."""
@@ -67,13 +67,12 @@ class Bounds:
         return next((soft for limit, soft, _ in self.limits if limit == name), None)
 
 
-def look_at(pid: int, now: float) -> Look | None:
+def look_at(pid: int) -> Look | None:
     """Which process: the keeper, of a worker that lives. None when it is gone."""
     read = _descriptors(pid)
     if not read:
         return None
     return Look(
-        at=now,
         descriptors=max(len(read), linux.descriptors(pid)),
         paths=tuple(Counter(read).most_common(_MOST_PATHS)),
         threads=procfs.threads(pid),
