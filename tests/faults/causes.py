@@ -330,6 +330,34 @@ class Transformed(Faulty):
         return self.transform(super().__getitem__(index))
 
 
+class Leaky(Faulty):
+    """Keeps something of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, BAD)
+
+    def __getitem__(self, index: int) -> Any:
+        KEPT.append(bytearray(b"x") * (16 << 20))
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def set_aside(worker: int) -> None:
+    """Allocated before the worker is ready, and not touched: no limit on allocations meets it later."""
+    KEPT.append(mmap.mmap(-1, 600 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def touch() -> None:
+    for at in range(0, 600 << 20, 4096):
+        KEPT[-1][at] = 1
+    time.sleep(2)
+
+
+def slowly(sample: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.2)
+    return sample
+
+
 class Unsteady(IterableDataset):
     """Gives other items each time, and ends its first life."""
 
@@ -364,6 +392,8 @@ class Cause:
     arguments: dict[str, Any] = field(default_factory=dict)
     which: int = 0
     """The how-maniest incident it is."""
+    pause_s: float = 0.0
+    """What the trainer does with a batch takes that long."""
     confidence: str = ""
     needs: str = ""
     """A program, a library (see LIBRARIES), "py-spy", "cuda" or "root"."""
@@ -684,6 +714,41 @@ CAUSES = [
     Cause(
         "flaky service", "sample-retried", FAULTS["raise-os-error"], ("attempt 2",), {"retries": 3, "retry_delay": 0.01}
     ),
+    Cause(
+        "leak",
+        "worker-leak",
+        lambda: None,
+        ("MiB", "samples"),
+        {"worker_memory": "200MiB"},
+        dataset=Leaky,
+    ),
+    Cause(
+        "memory that is touched past worker_memory",
+        "worker-over-memory",
+        touch,
+        ("killed", "MiB"),
+        {"worker_memory": "128MiB", "bad_sample": "skip"},
+        arguments={"worker_init_fn": set_aside},
+    ),
+    Cause(
+        "more workers than processors",
+        "too-many-workers",
+        lambda: None,
+        ("processors",),
+        arguments={"num_workers": len(os.sched_getaffinity(0)) + 1},
+        which=-1,
+    ),
+    Cause(
+        "samples that take long",
+        "loader-slow",
+        lambda: None,
+        ("waits for batches",),
+        dataset=lambda: Transformed(slowly),
+        which=-1,
+    ),
+    Cause(
+        "training that takes long", "trainer-slow", lambda: None, ("fast enough",), pause_s=0.8, batch_size=1, which=-1
+    ),
 ]
 
 
@@ -708,8 +773,12 @@ def observe(cause: Cause) -> list[dict[str, Any]]:
         with contextlib.suppress(Exception):
             if next(iterator, None) is None:
                 break
+            time.sleep(cause.pause_s)
     iterator._shutdown_workers()
-    incidents = json.loads(loader.report().to_json())["incidents"]
+    report = json.loads(loader.report().to_json())
+    incidents = report["incidents"]
+    if cause.finding in ("too-many-workers", "loader-slow", "trainer-slow"):
+        return [{"finding": one["name"], **one} for one in report["speed"]]
     return incidents + told_by_the_witness() if cause.finding == "trainer-signalled" else incidents
 
 
@@ -787,7 +856,7 @@ def named(cause: Cause) -> tuple[str, str]:
         told = incidents[cause.which]
     except IndexError:
         return "nothing", f"{len(incidents)} incidents"
-    told.pop("evidence")  # what was said counts, not what was seen
+    told.pop("evidence", None)  # what was said counts, not what was seen
     return told["finding"], json.dumps(told, indent=1, ensure_ascii=False)
 
 
