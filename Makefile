@@ -41,9 +41,14 @@ soak-ledger: $(VENV)/ready
 	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0 -o faulthandler_timeout=0
 	$(BIN)/python -m tests.core.soak 10000
 
-# Every cause that can be made here, on real processes, against the finding that is named: a confusion matrix.
-causes: $(VENV)/ready
-	$(BIN)/python -m tests.faults.causes
+# Every cause that can be made here, on real processes, against the finding that is named: a confusion matrix. Some need
+# libraries of others (in a folder beside), root, btrfs-progs, a JVM, py-spy or a GPU: what is not there is said.
+causes: $(VENV)/ready .venv-causes/ready
+	PYTHONPATH=.venv-causes $(BIN)/python -m tests.faults.causes
+
+.venv-causes/ready:
+	$(BIN)/python -m pip install --quiet --target .venv-causes --no-deps h5py grpcio typing_extensions opencv-python-headless
+	touch $@
 
 # Against torch's own loader, interleaved in one run; five minutes.
 bench: $(VENV)/ready

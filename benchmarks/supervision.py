@@ -74,15 +74,15 @@ def interval(values: list[float]) -> tuple[float, float]:
 def bare_loop() -> Iterator[None]:
     """Loaders made inside have no supervision; their processes are forked with what is replaced here."""
     from holdfast.loader.fetch import MapFetcher
-    from holdfast.local import keeper
+    from holdfast.local import watch
     from holdfast.local.pulse import Pulse
 
-    tick_s, enter, one_by_one, init = keeper.TICK_S, Pulse.enter, MapFetcher._one_by_one, MapFetcher.__init__
+    tick_s, enter, one_by_one, init = watch.TICK_S, Pulse.enter, MapFetcher._one_by_one, MapFetcher.__init__
 
     def without_words(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "words": None})
 
-    keeper.TICK_S = 3600.0
+    watch.TICK_S = 3600.0
     Pulse.enter = lambda self, stage, position=0: None  # type: ignore[method-assign]
     MapFetcher._one_by_one = lambda self, draw, troubles: [  # type: ignore[method-assign]
         self.dataset[index] for index in draw.indices
@@ -91,7 +91,7 @@ def bare_loop() -> Iterator[None]:
     try:
         yield
     finally:
-        keeper.TICK_S, Pulse.enter, MapFetcher._one_by_one = tick_s, enter, one_by_one  # type: ignore[method-assign]
+        watch.TICK_S, Pulse.enter, MapFetcher._one_by_one = tick_s, enter, one_by_one  # type: ignore[method-assign]
         MapFetcher.__init__ = init  # type: ignore[method-assign]
 
 

@@ -86,6 +86,8 @@ def test_the_json_is_versioned_and_complete():
         "fetch",
         4711,
     )
+    assert incident["evidence"]["pid"] == 4711 and incident["evidence"]["look"] is None
+    assert incident["evidence"]["stack"] == "", "it is a field of the incident"
 
 
 def test_a_broken_rule_does_not_hide_the_incident():

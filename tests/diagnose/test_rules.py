@@ -11,7 +11,7 @@ from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.local.cgroups import Group
-from holdfast.local.evidence import Evidence, View
+from holdfast.local.evidence import SHARED, Evidence, View
 from holdfast.local.oom import Oom
 from holdfast.local.raised import Raised, capture
 from holdfast.local.sender import Fault, Sender
@@ -254,3 +254,41 @@ def test_a_rule_that_breaks_hides_nothing():
         raise ZeroDivisionError
 
     assert "broken" in find(DEAD, (broken,)).says
+
+
+GRPC_STACK = 'Current thread:\n  File "/site/grpc/_channel.py", line 1152 in _blocking\n  File "data.py", line 3 in f\n'
+
+
+@pytest.mark.parametrize(
+    ("others", "threads", "finding"),
+    [
+        ((), 9, "fork-after-threads"),
+        (("event_engine S", "grpc_global_tim S"), 9, "hang-network"),  # its own: the server does not answer
+        ((), 1, "hang-network"),
+    ],
+)
+def test_a_grpc_channel_without_its_threads_came_by_the_fork(others, threads, finding):
+    view = View(state="S", call="epoll_wait", others=others)
+    found = named(replace(HUNG, evidence=seen(view=view, stack=GRPC_STACK, trainer_threads=threads)))
+    assert found.name == finding
+    assert ("gRPC" in found.says) == (finding == "fork-after-threads")
+
+
+def test_cuda_in_a_fork_is_known_by_torchs_words():
+    error = RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
+    case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
+    assert named(case).name == "cuda-in-forked-worker"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "traceback", "facts", "finding"),
+    [
+        ("BadZipFile", "", (f"{SHARED}/data/x.zip, at byte 9",), "handle-shared-by-fork"),
+        ("OSError", 'File "h5py/_selector.pyx"', (f"{SHARED}/data/x.h5, at byte 9",), "handle-shared-by-fork"),
+        ("BadZipFile", "", (), "sample-raised"),
+        ("KeyError", 'File "mine.py"', (f"{SHARED}/data/x.zip, at byte 9",), "sample-raised"),
+    ],
+)
+def test_a_shared_position_is_blamed_for_nonsense_only(type_name, traceback, facts, finding):
+    raised = Raised(type_name, "what it says", traceback, b"", None, facts=facts)
+    assert named(Case(what="raised", worker=0, stage=Stage.FETCH, raised=raised)).name == finding

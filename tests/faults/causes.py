@@ -6,9 +6,9 @@ anything lies off its diagonal: python -m tests.faults.causes [words of a cause'
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
+import importlib.util
 import json
 import mmap
 import os
@@ -34,14 +34,18 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
 from holdfast.diagnose.finding import TRAINER
-from holdfast.local import keeper, spy
+from holdfast.local import life, spy
 from holdfast.local.sender import can_note
 from holdfast.testing.faults import FAULTS
+
+from . import peers
 
 ROOT = Path(__file__).parents[2]
 BAD = 5
 HELD = threading.Lock()
 KEPT: list[Any] = []
+# Not ours, nor in our environment: `make causes` has them in a folder of their own.
+LIBRARIES = ("h5py", "cv2", "grpc")
 # Words that only the compiled handler lets us say.
 BY_THE_HANDLER = ("bash", "java", "Ctrl-C", "holds the GIL", "bytes now")
 
@@ -257,13 +261,6 @@ def eat_memory() -> None:
         kept.append(b"x" * (8 << 20))
 
 
-def raiser(error: BaseException) -> Callable[[], None]:
-    def fault() -> None:
-        raise error
-
-    return fault
-
-
 def signalled(command: str) -> Callable[[], None]:
     """Somebody else sends SIGTERM to this worker; it goes on."""
 
@@ -333,6 +330,34 @@ class Transformed(Faulty):
         return self.transform(super().__getitem__(index))
 
 
+class Leaky(Faulty):
+    """Keeps something of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, BAD)
+
+    def __getitem__(self, index: int) -> Any:
+        KEPT.append(bytearray(b"x") * (16 << 20))
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def set_aside(worker: int) -> None:
+    """Allocated before the worker is ready, and not touched: no limit on allocations meets it later."""
+    KEPT.append(mmap.mmap(-1, 600 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def touch() -> None:
+    for at in range(0, 600 << 20, 4096):
+        KEPT[-1][at] = 1
+    time.sleep(2)
+
+
+def slowly(sample: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.2)
+    return sample
+
+
 class Unsteady(IterableDataset):
     """Gives other items each time, and ends its first life."""
 
@@ -367,9 +392,11 @@ class Cause:
     arguments: dict[str, Any] = field(default_factory=dict)
     which: int = 0
     """The how-maniest incident it is."""
+    pause_s: float = 0.0
+    """What the trainer does with a batch takes that long."""
     confidence: str = ""
     needs: str = ""
-    """A program, or "py-spy"."""
+    """A program, a library (see LIBRARIES), "py-spy", "cuda" or "root"."""
 
 
 SLOW = {"sample_timeout": 0.6, "bad_sample": "skip"}
@@ -378,6 +405,11 @@ SMALL_DISK = "unshare -m bash -c 'mount -t tmpfs -o size=8m tmpfs /mnt && SMALL_
 QUIET_NAMES = (
     "unshare -mn bash -c 'ip link set lo up; echo nameserver 127.0.0.1 > $T; mount --bind $T /etc/resolv.conf && exec "
     "{run}'"
+)
+QUOTA = (
+    "unshare -m bash -c 'truncate -s 128M $T && mkfs.btrfs -q --mixed $T && mount -o loop $T /mnt && "
+    "btrfs quota enable /mnt && btrfs subvolume create /mnt/mine && btrfs quota rescan -w /mnt && sync && "
+    "btrfs qgroup limit 1M /mnt/mine && SMALL_DISK=/mnt/mine exec {run}'"
 )
 MARK = "bash -c 'HOLDFAST_MARK=$T exec {run}'"
 GROUP = (
@@ -481,7 +513,7 @@ CAUSES = [
         "worker-silent",
         lambda: time.sleep(3),
         ("said nothing", "time.sleep(3)"),
-        before=lambda: setattr(keeper, "SILENT_S", 0.8),
+        before=lambda: setattr(life, "SILENT_S", 0.8),
     ),
     Cause("in the kernel's own wait", "hang-uninterruptible", uninterruptible, ("state D",), SLOW),
     Cause("waits for a file lock", "hang-io", locked_file, ("flock", "/file"), SLOW, before=lock_the_file),
@@ -549,6 +581,37 @@ CAUSES = [
         before=threads_of_a_fork,
         index=0,
     ),
+    Cause(
+        "OpenCV that ends threads which a fork did not copy",
+        "fork-after-threads",
+        peers.opencv_told_to_have_one_thread,
+        ("threads", "spawn"),
+        SLOW,
+        before=peers.opencv_in_the_trainer,
+        index=0,
+        needs="cv2",
+    ),
+    Cause(
+        "gRPC channel made before the fork",
+        "fork-after-threads",
+        peers.grpc_call,
+        ("gRPC waits", "make the channel in the worker"),
+        SLOW,
+        "GRPC_ENABLE_FORK_SUPPORT=0 exec {run}",
+        before=peers.grpc_call,
+        index=0,
+        confidence="likely",
+        needs="grpc",
+    ),
+    Cause(
+        "gRPC server that does not answer",
+        "hang-network",
+        peers.grpc_of_a_mute_server,
+        ("socket", "grpc"),
+        SLOW,
+        "GRPC_ENABLE_FORK_SUPPORT=0 exec {run}",
+        needs="grpc",
+    ),
     Cause("exception", "sample-raised", FAULTS["raise"], ("injected",)),
     Cause(
         "exception in a transform",
@@ -601,15 +664,35 @@ CAUSES = [
     Cause("other shape", "samples-differ", lambda: torch.ones(4), (f"index {BAD}", "(4,)", "(3,)")),
     Cause("no such file", "file-missing", lambda: open("/no/such/file"), ("/no/such/file",)),
     Cause("not allowed", "permission-denied", not_allowed, ("/etc/shadow",)),
-    Cause(
-        "stale file handle", "stale-file", raiser(OSError(errno.ESTALE, "Stale file handle", "/data/x")), ("/data/x",)
-    ),
+    Cause("stale file handle", "stale-file", peers.stale_handle, ("/file",), needs="root"),
     Cause("full disk", "disk-full", disk_full, ("/mnt: 0 of 8",), within=SMALL_DISK),
+    Cause("quota of keys used up", "quota-exceeded", peers.quota_of_keys, ("uid",), needs="root"),
     Cause(
-        "quota used up",
+        "quota of a disk used up",
         "quota-exceeded",
-        raiser(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/home/me/cache")),
-        ("/home/me/cache", "uid"),
+        peers.quota_of_a_disk,
+        ("uid",),
+        within=QUOTA,
+        needs="mkfs.btrfs",
+    ),
+    Cause(
+        "zip file opened before the fork",
+        "handle-shared-by-fork",
+        lambda: None,
+        (".zip", "at byte"),
+        dataset=peers.Zipped,
+        batch_size=64,
+        arguments={"num_workers": 2},
+    ),
+    Cause(
+        "HDF5 file opened before the fork",
+        "handle-shared-by-fork",
+        lambda: None,
+        (".h5", "at byte"),
+        dataset=peers.Hdf5,
+        batch_size=64,
+        arguments={"num_workers": 2},
+        needs="h5py",
     ),
     Cause("full /dev/shm", "shm-too-small", shm_write, ("/dev/shm: 0 of 16",), within=SMALL_SHM),
     Cause("descriptors", "descriptors-exhausted", FAULTS["out-of-descriptors"], ("/dev/null", "limit is 64")),
@@ -620,11 +703,7 @@ CAUSES = [
         ("pids.max 60",),
         within=GROUP.replace("{kind}", "pids").replace("{limit}", "60").replace("{file}", "pids.max"),
     ),
-    Cause(
-        "CUDA in a fork",
-        "cuda-in-forked-worker",
-        raiser(RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")),
-    ),
+    Cause("CUDA in a fork", "cuda-in-forked-worker", peers.cuda, ("re-initialize",), before=peers.cuda, needs="cuda"),
     Cause(
         "service that refuses at first",
         "sample-retried",
@@ -634,6 +713,41 @@ CAUSES = [
     ),
     Cause(
         "flaky service", "sample-retried", FAULTS["raise-os-error"], ("attempt 2",), {"retries": 3, "retry_delay": 0.01}
+    ),
+    Cause(
+        "leak",
+        "worker-leak",
+        lambda: None,
+        ("MiB", "samples"),
+        {"worker_memory": "200MiB"},
+        dataset=Leaky,
+    ),
+    Cause(
+        "memory that is touched past worker_memory",
+        "worker-over-memory",
+        touch,
+        ("killed", "MiB"),
+        {"worker_memory": "128MiB", "bad_sample": "skip"},
+        arguments={"worker_init_fn": set_aside},
+    ),
+    Cause(
+        "more workers than processors",
+        "too-many-workers",
+        lambda: None,
+        ("processors",),
+        arguments={"num_workers": len(os.sched_getaffinity(0)) + 1},
+        which=-1,
+    ),
+    Cause(
+        "samples that take long",
+        "loader-slow",
+        lambda: None,
+        ("waits for batches",),
+        dataset=lambda: Transformed(slowly),
+        which=-1,
+    ),
+    Cause(
+        "training that takes long", "trainer-slow", lambda: None, ("fast enough",), pause_s=0.8, batch_size=1, which=-1
     ),
 ]
 
@@ -652,14 +766,19 @@ def observe(cause: Cause) -> list[dict[str, Any]]:
 
     dataset = Faulty(fault, cause.index) if cause.dataset is None else cause.dataset()
     policy = Policy(**cause.policy)
-    loader = DataLoader(dataset, batch_size=cause.batch_size, num_workers=1, policy=policy, **cause.arguments)
+    arguments = {"num_workers": 1, "batch_size": cause.batch_size, **cause.arguments}
+    loader = DataLoader(dataset, policy=policy, **arguments)
     iterator = iter(loader)
     for _ in range(20):
         with contextlib.suppress(Exception):
             if next(iterator, None) is None:
                 break
+            time.sleep(cause.pause_s)
     iterator._shutdown_workers()
-    incidents = json.loads(loader.report().to_json())["incidents"]
+    report = json.loads(loader.report().to_json())
+    incidents = report["incidents"]
+    if cause.finding in ("too-many-workers", "loader-slow", "trainer-slow"):
+        return [{"finding": one["name"], **one} for one in report["speed"]]
     return incidents + told_by_the_witness() if cause.finding == "trainer-signalled" else incidents
 
 
@@ -684,6 +803,12 @@ def missing(cause: Cause) -> str:
         return "" if sys.version_info[:2] == (3, 11) else "this Python guards its C stack"
     if cause.needs == "x86_64":
         return "" if platform.machine() == cause.needs else "machine code of another processor"
+    if cause.needs in LIBRARIES:
+        return "" if importlib.util.find_spec(cause.needs) is not None else f"{cause.needs} is not installed"
+    if cause.needs == "cuda":
+        return "" if torch.cuda.is_available() else "no CUDA device"
+    if cause.needs == "root":
+        return "" if os.getuid() == 0 else "needs root"
     if cause.needs and shutil.which(cause.needs) is None:
         return f"there is no program {cause.needs}"
     if not can_note() and any(noted in " ".join(cause.words) for noted in BY_THE_HANDLER):
@@ -731,6 +856,7 @@ def named(cause: Cause) -> tuple[str, str]:
         told = incidents[cause.which]
     except IndexError:
         return "nothing", f"{len(incidents)} incidents"
+    told.pop("evidence", None)  # what was said counts, not what was seen
     return told["finding"], json.dumps(told, indent=1, ensure_ascii=False)
 
 

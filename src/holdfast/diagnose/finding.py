@@ -5,7 +5,7 @@ apply. The first finding wins, so the rules stand from the most to the least spe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.core.messages import Cause, Stage
@@ -90,10 +90,15 @@ def find(case: Case, rules: tuple[Rule, ...]) -> Finding:
             return Finding(
                 "unknown",
                 f"the rule {name} broke: {error!r}",
-                (repr(case),),
+                (_plain(case),),
                 "please report this",
                 "possible",
             )
         if finding is not None:
             return finding
-    return Finding("unknown", "no rule knows this", (repr(case),), "look at what was seen", "possible")
+    return Finding("unknown", "no rule knows this", (_plain(case),), "look at what was seen", "possible")
+
+
+def _plain(case: Case) -> str:
+    """Without the evidence, which is in the JSON with all its series."""
+    return repr(replace(case, evidence=None))

@@ -6,11 +6,12 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
+from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.native import tells
 from holdfast.diagnose.runfolder import RunFolder
@@ -53,6 +54,8 @@ class Incident:
     """Seconds since 1970; 0 when not known."""
     call: str | None = None
     """Of a pool: the function that was called; `batch` is then the number of the task."""
+    evidence: Evidence | None = None
+    """All that was seen, but for the stack; None of an exception."""
 
     def __str__(self) -> str:
         lines = [self.headline, f"  {self.finding}: {self.says}"]
@@ -93,7 +96,7 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         headline=headline,
         finding=finding.name,
         says=finding.says,
-        seen=finding.seen,
+        seen=(*finding.seen, *what_it_had(finding.name, case.evidence)),
         did=case.did,
         advice=finding.advice,
         confidence=finding.confidence,
@@ -110,7 +113,13 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         again=case.again,
         at=case.at,
         call=case.call,
+        evidence=_without_stack(case.evidence),
     )
+
+
+def _without_stack(evidence: Evidence | None) -> Evidence | None:
+    """As an incident keeps it: the user's part of the stack is a field of its own."""
+    return None if evidence is None else replace(evidence, stack="")
 
 
 def _stack(evidence: Evidence) -> str:

@@ -108,7 +108,8 @@ def _one_thread() -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     if "cv2" in sys.modules and sys.modules["cv2"].getNumThreads() > 1:
-        sys.modules["cv2"].setNumThreads(1)
+        # Not 1: that ends the threads of its pool at once, and waits for ever for those that the fork did not copy.
+        sys.modules["cv2"].setNumThreads(0)
 
 
 class LoaderJob:

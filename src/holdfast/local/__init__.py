@@ -12,7 +12,13 @@ birth        how a keeper comes to be
 witness      who signals the trainer
 
 In the keeper:
-keeper       forks, reaps, watches, limits, dumps
+keeper       its loop: orders in, facts out
+cradle       how a worker comes to be
+life         what is known of one
+watch        the tick: memory, descriptors, silence
+look         what a worker has open, now and then: for when it is dead
+closer       a worker that is silent for too long, looked at more closely
+outbox       what waits to be said to the trainer
 room         how many workers fit into memory
 marks        when a worker shall make room for a fresh one
 oom          the kernel's counters of kills for memory

@@ -23,7 +23,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from holdfast.local import linux, raised
-from holdfast.local.keeper import Keeper, Orders, note_signals_only
+from holdfast.local.cradle import Orders
+from holdfast.local.keeper import Keeper, note_signals_only
 from holdfast.local.pulse import Pulse
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Job, Reply

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.local import linux, procfs
 from holdfast.local.cgroups import Group, group_of
+from holdfast.local.look import Bounds, Look
 from holdfast.local.oom import Oom
 from holdfast.local.sender import Fault, Sender
 
@@ -18,6 +19,9 @@ _FULL = 1 << 20
 # Said of a thread that could not be started under our own limit on memory.
 NO_STACK = "no room for the stack of a thread"
 _STACK = 16 << 20
+# Said of a file that was open before the fork, and that is read at a position which all workers share.
+SHARED = "open since before the fork, read at one position by all: "
+_MOST_SHARED = 3
 # Whose world this process lives in, by what they leave in the environment.
 _WORLDS = {
     "Slurm": ("SLURM_JOB_ID",),
@@ -99,6 +103,10 @@ class Evidence:
     """Batches that this life has done, and samples in them."""
     samples: int = 0
     descriptors: int = 0
+    look: Look | None = None
+    """What it had when it was last looked at: at once for a hang, some seconds before for a death."""
+    bounds: Bounds | None = None
+    """What the kernel allowed it, read before it was reaped."""
 
 
 def view_of(pid: int, busy: float = 0.0) -> View:
@@ -170,7 +178,9 @@ def facts_of(error: BaseException) -> tuple[str, ...]:
         return (*((full,) if ours else ()), f"{procfs.threads()} threads in this process", *process_limits())
     if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error)[:200]:
         return _memory()
-    return _about_path(error) if number is not None else ()
+    if number is not None:
+        return _about_path(error)
+    return tuple(f"{SHARED}{path}, at byte {position}" for path, position in procfs.shared_files()[:_MOST_SHARED])
 
 
 def _about_path(error: BaseException) -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from holdfast.core.host import Room, Silence
 from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage
 from holdfast.local import forks, procfs
 from holdfast.local.answers import Answers
+from holdfast.local.cradle import Orders
 from holdfast.local.evidence import Evidence
 from holdfast.local.journals import Journals
-from holdfast.local.keeper import Orders
 from holdfast.local.leash import Leash
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, begin_life, exit_code
 from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, Pulse

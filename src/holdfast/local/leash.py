@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from holdfast.local import birth, linux
-from holdfast.local.keeper import Orders
+from holdfast.local.cradle import Orders
 from holdfast.local.wire import Message, decode, encode
 from holdfast.local.worker import Job
 

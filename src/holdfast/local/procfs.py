@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import stat
 import struct
 from collections import Counter
 from pathlib import Path
@@ -90,6 +91,8 @@ _ON_SEVERAL = frozenset(("poll", "ppoll"))
 # A poll over more descriptors than this is a server's, and no single one of them is waited for.
 _MOST_POLLED = 8
 _MOST_PATHS = 3
+# Descriptors of our own that are looked through.
+_MOST_READ = 256
 # Letters of a command line that are kept; some hold whole scripts. It goes over a socket with the rest.
 _COMMAND = 300
 # Threads that are named one by one.
@@ -171,6 +174,37 @@ def open_files(pid: int | str = "self") -> tuple[int, str]:
     return len(names), most
 
 
+def shared_files() -> list[tuple[str, int]]:
+    """(path, position) of files that this process has from its parent, and that somebody reads at the position which
+    both share. Which process: the worker; its parent is the keeper, which reads none of them itself.
+    """
+    mine, theirs = "/proc/self", f"/proc/{os.getppid()}"
+    found = []
+    try:
+        numbers = [fd for fd in os.listdir(f"{mine}/fd")[:_MOST_READ] if int(fd) > 2]
+    except OSError:
+        return []  # it takes a descriptor to list them
+    for fd in numbers:
+        try:
+            here, there = os.stat(f"{mine}/fd/{fd}"), os.stat(f"{theirs}/fd/{fd}")
+            if not stat.S_ISREG(here.st_mode) or not os.path.samestat(here, there):
+                continue
+            position, flags = _position(f"{mine}/fdinfo/{fd}")
+            path = os.readlink(f"{mine}/fd/{fd}")
+            other, _ = _position(f"{theirs}/fdinfo/{fd}")
+        except (OSError, ValueError):
+            continue  # not in both, or not ours to look at
+        if position and other == position and flags & os.O_ACCMODE != os.O_WRONLY and not path.startswith("/memfd:"):
+            found.append((path, position))
+    return found
+
+
+def _position(path: str) -> tuple[int, int]:
+    """(position, flags) of a descriptor."""
+    fields = dict(line.split(":", 1) for line in Path(path).read_text().splitlines()[:2])
+    return int(fields["pos"]), int(fields["flags"], 8)
+
+
 def threads(pid: int | str = "self") -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
@@ -185,21 +219,20 @@ def other_threads(pid: int) -> tuple[str, ...]:
         numbers = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return ()
-    for number in numbers:
+    for number in [number for number in numbers if number != str(pid)][:_MOST_THREADS]:
         try:
             head, _, tail = Path(f"/proc/{pid}/task/{number}/stat").read_text().rpartition(")")
         except OSError:
             continue  # it has ended
-        if number != str(pid):
-            found.append(f"{head.partition('(')[2]} {tail.split()[0]}")
-    return tuple(found[:_MOST_THREADS])
+        found.append(f"{head.partition('(')[2]} {tail.split()[0]}")
+    return tuple(found)
 
 
-def children(pid: int) -> tuple[tuple[int, str], ...]:
-    """The processes that it has started and that live: pid, command line."""
+def children(pid: int, most_threads: int | None = None) -> tuple[tuple[int, str], ...]:
+    """The processes that it has started and that live: pid, command line. The first `most_threads` are asked."""
     found: list[tuple[int, str]] = []
     try:
-        for number in os.listdir(f"/proc/{pid}/task"):
+        for number in os.listdir(f"/proc/{pid}/task")[:most_threads]:
             words = Path(f"/proc/{pid}/task/{number}/children").read_text().split()
             found += [(int(word), command(int(word))) for word in words]
     except OSError:

@@ -5,6 +5,7 @@ import re
 
 from holdfast.core.messages import Stage
 from holdfast.diagnose.finding import Case, Finding
+from holdfast.local.evidence import SHARED
 
 _FILES = {
     errno.ESTALE: (
@@ -16,6 +17,12 @@ _FILES = {
     errno.EPERM: ("permission-denied", "this user may not do that", "ls -l, and id: who runs the job?"),
     errno.ENOENT: ("file-missing", "there is no such file", "is the data mounted on this machine, under this path?"),
 }
+# Raised by what reads a file whose bytes make no sense; by name, or by the code that raised.
+_NONSENSE = frozenset(
+    ("BadZipFile", "BadGzipFile", "ReadError", "UnpicklingError", "EOFError", "UnidentifiedImageError")
+)
+_READERS = re.compile(r"\b(zipfile|tarfile|gzip|bz2|lzma|zlib|pickle|struct|h5py|tables|netCDF4|PIL|numpy/lib)\b")
+_TAIL = 600
 _DIFFER = re.compile(r"stack expects each tensor to be equal size|should be of equal size|same shape", re.IGNORECASE)
 
 
@@ -48,6 +55,24 @@ def cuda_in_fork(case: Case) -> Finding | None:
         "the dataset uses CUDA in a worker that was forked from a trainer which uses it too",
         (f"{case.raised.type_name}: {case.raised.text}",),
         'keep samples on the CPU (and DataLoader(pin_memory=True)), or multiprocessing_context="spawn"',
+    )
+
+
+def shared_since_fork(case: Case) -> Finding | None:
+    """A reader met bytes that make no sense, and a file is open that all workers read at one position."""
+    raised = case.raised
+    if raised is None or not any(fact.startswith(SHARED) for fact in raised.facts):
+        return None
+    if raised.type_name not in _NONSENSE and not _READERS.search(raised.traceback[-_TAIL:]):
+        return None
+    return Finding(
+        "handle-shared-by-fork",
+        "a file that was opened before the workers were forked is read by all of them at one shared position: they "
+        f"get each other's bytes, and not always with an error; {raised.type_name}: {raised.text}",
+        raised.facts,
+        "open it in the worker, at its first sample (keep the path, not the handle; holdfast.FileCache does that), or "
+        'multiprocessing_context="spawn"',
+        "likely",
     )
 
 
@@ -128,4 +153,14 @@ def raised(case: Case) -> Finding | None:
     )
 
 
-RULES = (retried, about_a_file, cuda_in_fork, samples_differ, unsendable, diverged, task_raised, raised)
+RULES = (
+    retried,
+    about_a_file,
+    cuda_in_fork,
+    shared_since_fork,
+    samples_differ,
+    unsendable,
+    diverged,
+    task_raised,
+    raised,
+)

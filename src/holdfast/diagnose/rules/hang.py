@@ -4,7 +4,7 @@ import re
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, Confidence, Finding
-from holdfast.diagnose.rules.native import library_of, tells
+from holdfast.diagnose.rules.native import GRPC, Library, library_of, tells
 from holdfast.local.evidence import View
 
 _FILE_CALLS = frozenset(
@@ -12,11 +12,13 @@ _FILE_CALLS = frozenset(
 )
 _SOCKET_CALLS = frozenset(("connect", "accept", "accept4", "recvfrom", "recvmsg", "sendmsg"))
 _WAIT_CALLS = frozenset(("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"))
-_NETWORK_CODE = re.compile(r'/(socket|ssl|http/client|(urllib3?|requests|httpx|aiohttp|botocore)/\S+)\.py"')
+_NETWORK_CODE = re.compile(r'/(socket|ssl|http/client|(urllib3?|requests|httpx|aiohttp|botocore|grpc)/\S+)\.py"')
 _CHILD_CALLS = frozenset(("wait4", "waitid"))
 _CHILD_CODE = re.compile(r'/(subprocess|multiprocessing/(process|popen_\w+))\.py"')
 _LOCK_LINE = re.compile(r"\.acquire\(|\bwith \w*lock|\.wait\(|\.join\(|\.get\(|\.put\(|\block\b", re.IGNORECASE)
 _LOCK_CODE = re.compile(r'/(threading|queue|multiprocessing/(synchronize|queues|managers|pool))\.py"')
+_GRPC_CODE = re.compile(r'/grpc/\S+\.py"')
+_GRPC_THREAD = re.compile(r"grpc|event_engine|lifeguard|default-execut|resolver-execu")
 _BUSY = 0.5
 # Children and threads that are shown, and letters of each.
 _SHOWN = 4
@@ -59,7 +61,7 @@ def hung(case: Case) -> Finding | None:
         return None
     view = case.evidence.view if case.evidence is not None and case.evidence.view is not None else View()
     killed = case.cause is Cause.DEADLINE
-    for judge in (_stopped, _uninterruptible, _child, _network, _file, _lock, _computing, _holding):
+    for judge in (_stopped, _uninterruptible, _child, _lost_threads, _network, _file, _lock, _computing, _holding):
         verdict = judge(case, view)
         if verdict is not None:
             name, says, advice, confidence = verdict
@@ -114,6 +116,17 @@ def _child(case: Case, view: View) -> Verdict:
     says = f"it waits for a process that it has started: {_children(view)}"
     advice = "look at what that program waits for; subprocess.run(..., timeout=30) gives it up"
     return "hang-child", says, advice, "certain" if ends else "likely"
+
+
+def _lost_threads(case: Case, view: View) -> Verdict:
+    """A client of gRPC's is served by threads of its own; a worker that has none of them got the client by the fork."""
+    stack = case.evidence.stack if case.evidence is not None else ""
+    threads = _threads_at_fork(case)
+    if threads < 2 or view.call not in _WAIT_CALLS | {"futex"} or not _GRPC_CODE.search(stack.partition("\n\n")[0]):
+        return None
+    if any(_GRPC_THREAD.match(name) for name in view.others):
+        return None
+    return _fork_after_threads(view, threads, "likely", GRPC)
 
 
 def _is_local(view: View) -> bool:
@@ -188,9 +201,10 @@ def _threads_at_fork(case: Case) -> int:
     return case.evidence.trainer_threads
 
 
-def _fork_after_threads(view: View, threads: int, confidence: Confidence) -> Verdict:
-    name, library = library_of(view)
-    who = name if library is not None and library.threads else "native code"
+def _fork_after_threads(view: View, threads: int, confidence: Confidence, known: Library | None = None) -> Verdict:
+    """`known`: the library, where the Python stack names it."""
+    library = known if known is not None else library_of(view)[1]
+    who = library.name if library is not None and library.threads else "native code"
     helps = (
         f"; or {library.advice}"
         if library is not None and library.threads

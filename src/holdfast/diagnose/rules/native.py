@@ -15,6 +15,12 @@ class Library(NamedTuple):
     advice: str
 
 
+GRPC = Library(
+    "gRPC",
+    re.compile(r"\((cygrpc|libgrpc)|^grpc_"),
+    True,
+    "GRPC_ENABLE_FORK_SUPPORT=1; or make the channel in the worker, at its first sample",
+)
 _KNOWN = (
     Library(
         "OpenMP",
@@ -26,9 +32,7 @@ _KNOWN = (
     Library(
         "HDF5", re.compile(r"\((libhdf5|h5py|_?h5)|^H5"), False, "open the file in the worker, at its first sample"
     ),
-    Library(
-        "gRPC", re.compile(r"\((cygrpc|libgrpc)|^grpc_"), True, "make the channel in the worker, at its first sample"
-    ),
+    GRPC,
     Library("MKL", re.compile(r"\(libmkl"), True, "MKL_NUM_THREADS=1"),
     Library("NCCL", re.compile(r"\(libnccl"), True, "no collective calls in the dataset"),
     Library("CUDA", re.compile(r"\(libcu(da|dart)?\b"), True, "keep samples on the CPU"),

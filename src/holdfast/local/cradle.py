@@ -1,0 +1,166 @@
+"""The birth of workers: the keeper forks them, and waits a while where the system has no process to give."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from holdfast.core.messages import Cause, Place, Stage
+from holdfast.local import linux
+from holdfast.local.evidence import Evidence, process_limits
+from holdfast.local.life import Life, Scene
+from holdfast.local.pulse import Pulse
+from holdfast.local.spy import Spy
+from holdfast.local.wire import LifeEnded, StartLife
+from holdfast.local.worker import Job, Wiring, Worker
+
+# EAGAIN from fork passes when other processes end; this long it is tried again.
+FORK_PATIENCE_S = 5.0
+
+
+class Orders(NamedTuple):
+    """What a keeper is told at its start; descriptors are its own."""
+
+    control: socket.socket
+    results: int
+    files: socket.socket
+    pulses: int
+    workers: int
+    trainer_pid: int
+    trainer_threads: int
+    sample_timeout: float | None
+    growth_bytes: int | None
+    need: int
+    first: int
+    one_by_one: bool
+    fixed: bool
+
+
+class Unforked(NamedTuple):
+    """A worker that could not be forked yet. `since`: when that was tried first."""
+
+    order: StartLife
+    fds: list[int]
+    since: float
+
+
+class Cradle:
+    """`lives`: the keeper's, by pid. `trainer`: its pidfd, where there is such a thing."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        job: Job,
+        pulses: list[Pulse],
+        lives: Mapping[int, Life],
+        trainer: int | None,
+        spy: Spy,
+        scene: Scene,
+    ) -> None:
+        self._orders = orders
+        self._job = job
+        self._pulses = pulses
+        self._lives = lives
+        self._trainer = trainer
+        self._spy = spy
+        self._scene = scene
+        self.unforked: deque[Unforked] = deque()
+
+    def bear(self, order: StartLife, fds: list[int], since: float | None = None) -> Life | LifeEnded | None:
+        """A new life; or word that there is none; or neither, when it is to be tried again."""
+        now = time.monotonic()
+        pulse = self._pulses[order.worker]
+        pulse.begin_life(order.life)
+        # Signals wait until the child has its own handlers: it inherits ours.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            since = now if since is None else since
+            # Where others can go on with its work, they do; where its number says what it gives, it is waited for.
+            if now - since < FORK_PATIENCE_S and (self._orders.fixed or not self._lives):
+                self.unforked.append(Unforked(order, fds, since))
+                return None
+            _close(fds)
+            return _never_born(order, now, error.errno or 0)
+        if pid == 0:
+            self._be_worker(order, fds, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        tasks, memory, crash = fds
+        os.close(tasks)
+        return Life(order, pid, pulse, memory, crash, now, self._scene)
+
+    def forget(self, worker: int, number: int) -> LifeEnded | None:
+        """A life that waits to be forked is not wanted any more: word of its end."""
+        for waiting in list(self.unforked):
+            order, fds, _ = waiting
+            if (order.worker, order.life) == (worker, number):
+                self.unforked.remove(waiting)
+                _close(fds)
+                return _never_born(order, time.monotonic(), 0)._replace(cause=Cause.ASKED)
+        return None
+
+    def _be_worker(self, order: StartLife, fds: list[int], mask: Any) -> None:
+        """Never returns. The bootstrap of multiprocessing gives user code the process it knows from torch."""
+        keeper_pid = os.getppid()
+        status = 1
+        try:
+            self._close_keepers()
+            if self._spy.path is not None:
+                self._spy.close_in_child()
+                linux.let_trace(keeper_pid)
+            gc.enable()
+            tasks, memory, crash = fds
+            wiring = Wiring(
+                *order,
+                tasks,
+                self._orders.results,
+                self._orders.files,
+                memory,
+                crash,
+                keeper_pid,
+                self._orders.growth_bytes,
+                self._orders.one_by_one,
+            )
+            worker = Worker(wiring, self._job, self._pulses[order.worker])
+
+            def live() -> None:
+                worker.take_signals()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                worker.run()
+
+            process: Any = multiprocessing.get_context("fork").Process(
+                target=live, name=f"holdfast-worker-{order.worker}"
+            )
+            status = process._bootstrap(parent_sentinel=None)
+        finally:
+            os._exit(status)
+
+    def _close_keepers(self) -> None:
+        """In the child: what is the keeper's, and other lives'."""
+        self._orders.control.close()
+        for life in self._lives.values():
+            _close((life.batches, life.crash))
+            if life.pidfd is not None:
+                os.close(life.pidfd)
+        for waiting in self.unforked:
+            _close(waiting.fds)
+        if self._trainer is not None:
+            os.close(self._trainer)
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
+    place = Place(-1, 0, Stage.BOOT, 0.0)
+    evidence = Evidence(pid=0, fork_errno=number, limits=process_limits())
+    return LifeEnded(order.worker, order.life, now, Cause.UNBORN, number, place, evidence)

@@ -1,0 +1,24 @@
+"""What the keeper says to the trainer. Which process: the keeper, which must never wait for a busy trainer."""
+
+import socket
+from collections import deque
+
+from holdfast.local.wire import Message, encode
+
+
+class Outbox:
+    def __init__(self, control: socket.socket) -> None:
+        """`control` does not block."""
+        self._control = control
+        self._unsaid: deque[bytes] = deque()
+
+    def say(self, message: Message | None = None) -> None:
+        """Never blocks: what the socket does not take now is said at the next tick."""
+        if message is not None:
+            self._unsaid.append(encode(message))
+        while self._unsaid:
+            try:
+                self._control.send(self._unsaid[0])
+            except (BlockingIOError, OSError):
+                return
+            self._unsaid.popleft()
