@@ -38,7 +38,7 @@ lint: $(VENV)/ready
 
 # 100,000 random schedules through the ledger, and 10,000 storms.
 soak-ledger: $(VENV)/ready
-	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0 -o faulthandler_timeout=0
+	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0
 	$(BIN)/python -m tests.core.soak 10000
 
 # Every cause that can be made here, on real processes, against the finding that is named: a confusion matrix. Some need

@@ -77,6 +77,7 @@ class Keeper:
             self._poll.register(self._trainer, select.POLLIN)
         gc.disable()
         gc.freeze()  # what is there now stays shared with the workers, untouched by the collector
+        linux.give_back_free_memory()
         self._outbox.say(KeeperUp(os.getpid()))
         while not self._over():
             timeout = self._watch.tick_s if self._lives or self._cradle.unforked else 1.0
