@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU build of this torch is enough for everything here; TORCH=torch takes the newest.
 TORCH ?= torch==2.13.0
+# Tests start hundreds of interpreters: without compiled modules each takes a second longer.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all lint soak-ledger causes bench bench-auto bench-pool parity-pool notebook compat clean
 
