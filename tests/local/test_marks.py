@@ -1,14 +1,17 @@
 """When a worker is asked to make room, and when it has to."""
 
 import errno
+import mmap
 import os
 import resource
 
 import pytest
 
 from holdfast.core.messages import Leave
+from holdfast.local import linux
 from holdfast.local.limits import refused
-from holdfast.local.marks import Marks
+from holdfast.local.marks import Copies, Marks
+from holdfast.shm.memory import Memory, new_file
 
 MIB = 1 << 20
 
@@ -49,3 +52,26 @@ def test_descriptors():
 )
 def test_what_a_fresh_worker_may_get(error, leave):
     assert refused(error, None, 0) is leave
+
+
+def test_only_memory_of_its_own_counts_as_copied(tmp_path):
+    """A batch in its slot, and a file that only one worker has mapped, are private pages, and no copies of anything."""
+    size = 400 * MIB
+    path = tmp_path / "data"
+    with open(path, "wb") as file:
+        for _ in range(size // MIB):
+            file.write(b"x" * MIB)
+    before = linux.own_bytes(os.getpid())
+    fd = new_file("slot", size)
+    slot = Memory(fd, size)
+    os.close(fd)
+    for at in range(0, size, 4096):
+        slot.view[at] = 1
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[at] for at in range(0, size, 4096)) == size // 4096 * ord("x")
+        private = linux.memory_of()[1]
+        copies = Copies(os.getpid(), private, 0, now=0.0)
+        assert copies.look(now=3.0, grown=0) == 0
+        assert linux.own_bytes(os.getpid()) < before + 50 * MIB
+    own = bytearray(size)
+    assert linux.own_bytes(os.getpid()) > before + len(own) - 50 * MIB

@@ -3,6 +3,7 @@
 Batches from 1 MB on take another way than small ones (shm/place.py), and samples of a tuple another than a dict's.
 """
 
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader
 
@@ -109,10 +110,24 @@ def the_same(batch):
 
 def described(value):
     """What must be equal, in plain values."""
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.is_quantized):
+        parts = value.unbind() if value.is_nested else (value.int_repr(), value.q_scale())
+        return "nested" if value.is_nested else value.dtype, [described(part) for part in parts]
     if isinstance(value, torch.Tensor):
         dense = value.to_dense() if value.layout is not torch.strided else value
         raw = dense.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        return type(value), value.layout, value.dtype, tuple(value.shape), value.requires_grad, bytes(raw.numpy())
+        strides = value.stride() if value.layout is torch.strided else None
+        return (
+            type(value),
+            value.layout,
+            value.dtype,
+            tuple(value.shape),
+            strides,
+            value.requires_grad,
+            bytes(raw.numpy()),
+        )
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return type(value), value.dtype, value.shape, value.tolist()
     if isinstance(value, np.ndarray | np.generic):
         return type(value), value.dtype, value.shape, value.tobytes()
     if isinstance(value, dict):
@@ -148,3 +163,112 @@ def test_as_they_are(kind, size):
     theirs = batches(TorchLoader, kind, SIDES[size], the_same, workers=0)
     assert isinstance(theirs, list)
     assert batches(DataLoader, kind, SIDES[size], the_same, workers=2) == theirs
+
+
+def channels_last(samples):
+    return torch.stack(samples).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 256, 256)], ids=str)
+def test_the_memory_format_is_kept(dtype, shape):
+    """A model in channels_last would copy each batch that came in another order."""
+    samples = [torch.full(shape, float(index)).to(dtype) for index in range(LENGTH)]
+    want, got = (
+        [described(batch) for batch in loader(samples, batch_size=BATCH, collate_fn=channels_last, num_workers=2)]
+        for loader in (TorchLoader, DataLoader)
+    )
+    assert got == want
+
+
+BATCHES = {
+    "lists": [[1, 2], [3]],
+    "tuples": [(1, 2), (3,)],
+    "sets": [{1, 2}, {3}],
+    "dicts": [{1: "a", 2: "b"}, {3: "c"}],
+    "ranges": [range(1, 3), range(3, 4)],
+    "arrays": [np.array([1, 2]), np.array([3])],
+    "tensors": [torch.tensor([1, 2]), torch.tensor([3])],
+    "iterators": [map(int, [1, 2]), map(int, [3])],
+    "empty ones": [[], [1, 2], []],
+}
+
+
+class Told(Dataset):
+    """Samples by whatever index; those in `bad` raise."""
+
+    def __init__(self, bad=()):
+        self.bad = bad
+
+    def __getitem__(self, index):
+        if int(index) in self.bad:
+            raise KeyError(int(index))
+        return int(index)
+
+
+def outcomes(loader):
+    """Each batch, or the exception in its place."""
+    batches = iter(loader)
+    found = []
+    while True:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found
+        except KeyError as error:
+            found.append(type(error))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", [(), (2,)], ids=["good", "bad"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_what_a_batch_sampler_may_give(kind, bad, workers):
+    """Anything that can be gone through, and empty batches too: each is delivered, or raises in its place."""
+    asked = {"batch_sampler": BATCHES[kind], "collate_fn": the_same}
+    want = outcomes(TorchLoader(Told(bad), **copy.deepcopy(asked)))
+    got = outcomes(DataLoader(Told(bad), **copy.deepcopy(asked), num_workers=workers))
+    assert len(want) == len(BATCHES[kind])
+    assert got == want
+
+
+def test_an_empty_batch_that_cannot_be_collated_raises():
+    loader = DataLoader(Told(), batch_sampler=[[1], [], [2]], num_workers=2)
+    batches = iter(loader)
+    assert next(batches).tolist() == [1]
+    with pytest.raises(IndexError):
+        next(batches)
+    assert next(batches).tolist() == [2]
+
+
+ODD_ITEMS = {
+    "nested": lambda i: torch.nested.nested_tensor([torch.full((2,), float(i)), torch.zeros(3)]),
+    "nested by rows": lambda i: torch.nested.nested_tensor(
+        [torch.full((2,), float(i)), torch.zeros(3)], layout=torch.jagged
+    ),
+    "quantized": lambda i: torch.quantize_per_tensor(torch.full((300,), float(i)), 0.5, 0, torch.quint8),
+    "conjugated": lambda i: torch.complex(torch.full((3,), float(i)), torch.ones(3)).conj(),
+    "negated": lambda i: torch.complex(torch.full((3,), float(i)), torch.ones(3)).conj().imag,
+    "sparse": lambda i: torch.full((3,), float(i + 1)).to_sparse(),
+    "array transposed": lambda i: np.full((3, 4), i).T,
+    "array of words": lambda i: np.array([f"{i}"]),
+    "array of objects": lambda i: np.array([i, None, "x"], object),
+    "array without dimensions": lambda i: np.array(i),
+}
+
+
+class Stream(IterableDataset):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __iter__(self):
+        return (ODD_ITEMS[self.kind](index) for index in range(5))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("kind", ODD_ITEMS)
+def test_whatever_a_stream_gives(kind):
+    """Each item is looked at in the worker, so that a replay can be compared: that must not fail."""
+    want = [described(ODD_ITEMS[kind](index)) for index in range(5)]
+    loader = DataLoader(Stream(kind), batch_size=None, collate_fn=the_same, num_workers=1)
+    assert [described(item) for item in loader] == want

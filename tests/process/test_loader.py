@@ -1,5 +1,6 @@
 """The loader on real processes: what works with torch's loader works with ours."""
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -712,12 +713,55 @@ def test_attributes_that_others_use():
         pickle.dumps(iterator)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_in_use_can_be_copied(persistent):
+    """Frameworks copy loaders, and spawned ranks get them pickled; the workers stay with the one that has them."""
+    loader = DataLoader(Numbers(40), batch_size=4, num_workers=2, persistent_workers=persistent)
+    batches = iter(loader)
+    next(batches)
+    copies = [copy.copy(loader)]
+    if not persistent:  # one that holds its iterator cannot be pickled; nor can torch's
+        copies += [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+    flat(batches)
+    for made in copies:
+        assert flat(made) == list(range(40))
+        assert sum(row["samples"] for row in made.stats()["per_worker"]) >= 40
+
+
+def test_a_collate_that_gives_none_after_a_retry(tmp_path):
+    """None is a batch like any other, also where a sample was loaded at its second attempt."""
+    loader = DataLoader(
+        Shaky(tmp_path), batch_size=2, num_workers=1, collate_fn=nothing, policy=Policy(retries=1, retry_delay=0.01)
+    )
+    assert list(loader) == [None, None, None]
+    assert loader.stats()["retries"] == 1
+
+
+class Shaky(Numbers):
+    """Sample 2 raises once."""
+
+    def __init__(self, folder):
+        super().__init__(6)
+        self.mark = folder / "raised"
+
+    def __getitem__(self, index):
+        if index == 2 and not self.mark.exists():
+            self.mark.touch()
+            raise OSError("once")
+        return index
+
+
+def nothing(samples):
+    return None
+
+
 def test_torchs_own_checks_stand():
     for wrong in (
         {"num_workers": -1},
         {"num_workers": "many"},
         {"timeout": -1},
         {"prefetch_factor": 2},
+        {"num_workers": 2, "prefetch_factor": 0},
         {"persistent_workers": True},
         {"shuffle": True, "sampler": [1]},
         {"batch_size": 2, "batch_sampler": [[1]]},

@@ -112,3 +112,11 @@ def test_tensors_of_ever_new_shapes_are_not_kept(space):
 def test_too_small(space):
     with pytest.raises(Full):
         space.tensor(torch.float32, (SIZE,))
+
+
+@pytest.mark.parametrize("side", [4, 1000])
+def test_what_torch_refuses_is_refused_at_any_size(side):
+    """One tensor of all samples (a `__getitems__` may give that) is no list of tensors: torch.stack says so."""
+    samples = torch.zeros(8, side, side)
+    with pytest.raises(TypeError):
+        stack_tensors(samples, torch.zeros(8, side, side))

@@ -67,6 +67,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
                 'use "skip" or "raise"'
             )
+        if prefetch_factor == 0 and num_workers:
+            raise ValueError("prefetch_factor must be greater than 0: with none asked for, no batch would ever come")
         checked(device)
         self.policy = policy
         self.device = device

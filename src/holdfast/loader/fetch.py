@@ -194,7 +194,7 @@ class MapFetcher:
                 raise
             except self._catch as error:
                 self._leave_if_spent(error, words[POSITION], draw)
-                index = indices[positions.index(words[POSITION])]
+                index = list(indices)[positions.index(words[POSITION])]  # (they may be a set)
                 sample = self._bad(error, words[POSITION], index, 1, 0.0, draw.spares, troubles)
                 if sample is not _LEFT_OUT:
                     append(sample)
@@ -311,9 +311,12 @@ class MapFetcher:
         except self._catch as error:
             raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices)) from error
 
-    def left_out(self, samples: Any) -> bool:
-        """True when nothing is left of this batch."""
-        return samples is _LEFT_OUT or (self._auto_collation and isinstance(samples, list) and not samples)
+    def left_out(self, samples: Any, draw: Draw, troubles: list[Trouble]) -> bool:
+        """True when nothing is left of this batch. One that was asked for empty is none of these: it is collated."""
+        if samples is _LEFT_OUT:
+            return True
+        fewer = bool(troubles) or draw.positions is not None
+        return fewer and self._auto_collation and isinstance(samples, list) and not samples
 
 
 def _has_getitem(dataset: Any) -> bool:

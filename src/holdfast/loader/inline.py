@@ -51,6 +51,8 @@ class InlineIterator(_SingleProcessDataLoaderIter):
     def _next_data(self) -> Any:
         while True:
             asked = next(self._sampler_iter)
+            if self._auto_collation and not hasattr(asked, "__len__"):
+                asked = list(asked)  # of an iterator, say
             self._batch += 1
             try:
                 batch = self._load(asked)
@@ -73,9 +75,10 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         if self._policy.bad_sample == "replace":
             self._given += asked if self._auto_collation else (asked,)
             spares = random.Random(seeds.mix(int(self._base_seed), -5 - self._batch)).choices(self._given, k=8)
-        samples, troubles = self._map.load(Draw(-1, asked, spares=spares), lambda: None)
+        draw = Draw(-1, asked, spares=spares)
+        samples, troubles = self._map.load(draw, lambda: None)
         self._account(len(asked) if self._auto_collation else 1, troubles)
-        if self._map.left_out(samples):
+        if self._map.left_out(samples, draw, troubles):
             return None
         return (self._map.collate(samples, asked if self._auto_collation else None),)
 

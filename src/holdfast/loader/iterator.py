@@ -302,8 +302,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         notes, batch = content
         if notes is not None:
             samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
-            if batch is None and not self._iterable:
-                self._record.counts["samples"] += samples
+            if batch is None and not samples and not self._iterable:  # (what a collate_fn gives may be None, too)
                 return None
         if self._gate is not None and self._gate.refused is not None:
             self._teller.not_registered(self._gate.refused)

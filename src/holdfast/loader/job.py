@@ -197,7 +197,7 @@ class LoaderJob:
         samples, troubles = fetcher.load(draw, lambda: self._seeder.seed(base_seed, number))
         if draw.journal is not None:
             draw.journal.discard()
-        if fetcher.left_out(samples):
+        if fetcher.left_out(samples, draw, troubles):
             return self._send((troubles, None), space, samples, indices, len(troubles))
         self._stack.space = space if self._default_collate else None
         try:

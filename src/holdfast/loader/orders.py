@@ -44,11 +44,18 @@ class Orders:
 
     def add(self, task: int, asked: Any) -> int:
         """How many samples that is."""
+        samples = 1
+        if self._auto_collation:
+            try:
+                samples = len(asked)
+            except TypeError:  # an iterator, say
+                asked = list(asked)
+                samples = len(asked)
         self._asked[task] = asked
         if self._spares_wanted:
             self._given += asked if self._auto_collation else (asked,)
             self._given_by[task] = len(self._given)
-        return len(asked) if self._auto_collation else 1
+        return samples
 
     def take(self, task: int) -> int:
         """Its batch has come: how many samples are in it, if the worker left none out."""

@@ -25,6 +25,8 @@ from holdfast.loader.shapes import differing
 from holdfast.local.pulse import FIELDS, POSITION, SAMPLES, SINCE, STAGE
 from holdfast.local.raised import capture
 from holdfast.policy import Policy
+from holdfast.shm.pack import is_plain
+from holdfast.shm.place import CODES
 
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
 _EDGE = 32
@@ -183,19 +185,23 @@ class StreamFetcher:
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
     """A cheap hash of structure and edge bytes, added to what came before."""
     crc = zlib.crc32
+    if type(item) is torch.Tensor and item.dtype in CODES and is_plain(item):
+        item = item.numpy()  # whose edges can be had without a copy, also of one that is transposed
     if isinstance(item, torch.Tensor):
+        if item.is_nested:
+            return crc(f"{item.dtype} nested".encode(), so_far)  # one of these has no shape
         so_far = crc(f"{item.dtype}{tuple(item.shape)}".encode(), so_far)
-        if item.device.type != "cpu" or item.layout is not torch.strided or not item.numel():
+        if item.device.type != "cpu" or item.layout is not torch.strided or item.is_quantized or not item.numel():
             return so_far
         flat = item.detach().reshape(-1)
         edge = max(1, _EDGE // item.element_size())
-        ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat
+        ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
         return crc(ends.contiguous().view(torch.uint8).numpy().tobytes(), so_far)
     if isinstance(item, np.ndarray):
         so_far = crc(f"{item.dtype}{item.shape}".encode(), so_far)
         if item.dtype.hasobject or not item.size:
             return so_far
-        row: Any = item.reshape(-1)
+        row: Any = item.flat
         return crc(row[-_EDGE:].tobytes(), crc(row[:_EDGE].tobytes(), so_far))
     if isinstance(item, bytes | bytearray):
         return crc(bytes(item[-_EDGE:]), crc(struct.pack("<q", len(item)), crc(bytes(item[:_EDGE]), so_far)))

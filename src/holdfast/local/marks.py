@@ -70,6 +70,7 @@ class Copies:
         self._pid = pid
         self._inherited = inherited
         self._own = max(0, own)
+        self._base = inherited + own
         self._looks = [now + wait for wait in COPY_LOOKS_S] if inherited >= COPY_LEAST else []
 
     def look(self, now: float, grown: int) -> int:
@@ -77,7 +78,9 @@ class Copies:
         if not self._looks or now < self._looks[0]:
             return 0
         self._looks.pop(0)
-        copied = linux.own_bytes(self._pid) - grown - self._own
+        own = linux.own_bytes(self._pid)
+        grown = max(grown, linux.memory_of(self._pid)[1] - self._base)  # it may have allocated while that was counted
+        copied = own - grown - self._own
         if copied < max(COPY_LEAST, self._inherited // 4):
             return 0
         self._looks.clear()  # once is enough

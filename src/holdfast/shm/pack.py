@@ -35,11 +35,14 @@ def _tensor(raw: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...
     return torch.from_numpy(np.ndarray(shape, TWINS[code], raw, 0, strides))
 
 
-def _odd_tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _odd_tensor(
+    raw: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """A dense tensor of a dtype that numpy does not know (bfloat16, float8, ...)."""
     if not memoryview(raw).nbytes:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)
+    flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def _sparse(
@@ -230,8 +233,9 @@ class Packer:
         shape = tuple(tensor.shape)
         code = CODES.get(tensor.dtype)
         if code is None:
-            raw = _buffer(_bytes_of(tensor))
-            return _odd_tensor, (raw, tensor.dtype, shape)
+            dense = tensor if tensor.is_contiguous() else _in_order(tensor)
+            strides = None if dense is tensor else tensor.stride()
+            return _odd_tensor, (_buffer(_bytes_of(dense)), tensor.dtype, shape, strides)
         if not tensor.is_contiguous():
             array = tensor.numpy()
             order = _order_of_dense(array)
@@ -260,6 +264,14 @@ class Packer:
             return self._shared[type(storage)](storage)
         raw = torch.empty(0, dtype=torch.uint8).set_(untyped).numpy()
         return _storage, (_buffer(raw), dtype)
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """One that is dense but permuted (channels_last), transposed; itself where its strides have gaps."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    dense = tensor.permute(order)
+    return dense if dense.is_contiguous() else tensor
 
 
 def _order_of_dense(array: Any) -> tuple[int, ...] | None:

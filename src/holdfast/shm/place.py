@@ -124,7 +124,8 @@ AnySpace = SlotSpace | FileSpace
 def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> None:
     """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
     size = out.nbytes // len(samples)
-    if copy_all is not None and out.nbytes >= STREAMED and size >= WORTH_IT and _is_simple(samples[0]):
+    large = out.nbytes >= STREAMED and size >= WORTH_IT and isinstance(samples, list | tuple)
+    if copy_all is not None and large and _is_simple(samples[0]):
         dtype, shape = out.dtype, out.shape[1:]
         sources: list[object] = []
         for sample in samples:
