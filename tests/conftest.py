@@ -1,5 +1,6 @@
 """What every test is held to: it leaves no process, no descriptor, no mapping and no file behind."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -72,6 +73,18 @@ def multiprocessings_own() -> None:
     forkserver.set_forkserver_preload(["__main__", "holdfast.loader.job"])
     resource_tracker.ensure_running()
     forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_is_freed_is_gone() -> None:
+    """Memory of 128 KiB or more goes back to the kernel when it is freed, instead of being kept for later.
+
+    Otherwise how much a forked worker grows, and when it meets its limit, would depend on all the tests before.
+    """
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of glibc; once set, it stays
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(mmap_threshold, 128 << 10)
 
 
 @pytest.fixture(autouse=True)

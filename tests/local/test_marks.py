@@ -10,7 +10,7 @@ import pytest
 from holdfast.core.messages import Leave
 from holdfast.local import linux
 from holdfast.local.limits import refused
-from holdfast.local.marks import Copies, Marks
+from holdfast.local.marks import COPY_LEAST, Copies, Marks
 from holdfast.shm.memory import Memory, new_file
 
 MIB = 1 << 20
@@ -69,8 +69,7 @@ def test_only_memory_of_its_own_counts_as_copied(tmp_path):
         slot.view[at] = 1
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert sum(mapped[at] for at in range(0, size, 4096)) == size // 4096 * ord("x")
-        private = linux.memory_of()[1]
-        copies = Copies(os.getpid(), private, 0, now=0.0)
+        copies = Copies(os.getpid(), COPY_LEAST, before, now=0.0)
         assert copies.look(now=3.0, grown=0) == 0
         assert linux.own_bytes(os.getpid()) < before + 50 * MIB
     own = bytearray(size)

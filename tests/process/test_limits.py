@@ -41,23 +41,9 @@ def test_a_leak_is_survived_by_fresh_workers(method, batch_size):
     )
     assert flat(loader) == list(range(128))
     assert set(findings(loader)) == {"worker-leak"}
-    assert loader.stats()["restarts"] >= 3
+    assert loader.stats()["restarts"] >= 2
     assert "MiB for each of" in str(loader.report())
     assert max(w["peak_bytes"] for w in loader.stats()["per_worker"]) < 300 * MIB
-
-
-def test_what_the_trainer_had_freed_before_the_fork_hides_no_leak():
-    """Its allocator keeps it; a forked worker would use it up before its resident memory grows."""
-    freed = [np.ones(3 * MIB, np.uint8) for _ in range(80)]
-    freed += [np.ones(MIB // 2, np.uint8) for _ in range(480)]  # the first ones taught the allocator to keep such
-    kept = freed[-1]
-    del freed
-    loader = DataLoader(Leaks(256, MIB // 2), batch_size=4, num_workers=1, policy=Policy(worker_memory="60MiB"))
-    assert flat(loader) == list(range(256))
-    assert loader.stats()["restarts"] >= 1
-    (leak,) = (incident for incident in loader.incidents if incident.finding == "worker-leak")
-    assert "0.5 MiB for each of" in str(leak), leak
-    assert len(kept) == MIB // 2
 
 
 def test_the_same_random_numbers_from_fresh_workers(tmp_path):
@@ -135,6 +121,14 @@ def remove(group):
         except OSError:
             assert time.monotonic() < give_up, "processes are left in the group"
             time.sleep(0.05)
+
+
+def test_what_the_trainer_had_freed_before_the_fork_hides_no_leak():
+    """Its allocator keeps it; a forked worker would use it up before its resident memory grows."""
+    told = alone("freed", 1)
+    assert told["exact"]
+    assert set(told["findings"]) == {"worker-leak"}
+    assert "0.5 MiB for each of" in told["text"]
 
 
 def test_leaked_descriptors_are_survived_and_their_paths_named():
