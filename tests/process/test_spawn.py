@@ -359,7 +359,9 @@ def test_ddp_names_the_rank_that_was_killed(method):
     assert "then   rank 0" in str(error)
 
 
-@both
+# Not forked: these tests run in a process in which torch has threads, and what a fork of it leaves behind of them may
+# keep a rank from ending. (Seen once, after its last step; that is why torch's default is spawn.)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"] if os.environ.get("HOLDFAST_SLOW") else ["spawn"])
 def test_ddp_trains_to_the_end_with_restarts(method, tmp_path, caplog):
     """From its checkpoint; the second attempt meets on another port."""
     caplog.set_level(logging.WARNING, "holdfast")
