@@ -236,6 +236,7 @@ def train(rank):
         x = torch.ones(1)
         dist.all_reduce(x)
     print("trained to the end")
+    dist.destroy_process_group()  # or a thread of gloo's that still runs may abort the process at its end
 
 for policy in (None, holdfast.Policy(restarts=1)):
     try:

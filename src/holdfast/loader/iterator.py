@@ -44,6 +44,9 @@ MOST_PER_WORKER = 1000
 # the time may want even more; they cost memory, and somebody else's patience.
 MOST_PER_CPU = 8
 MOST_WORKERS = 64
+# It begins with so many more than there are processors: hardly a load computes all the time, and where it does, they
+# cost no batch.
+MORE_THAN_CPUS = 2
 # How often it is thought over how many workers there should be.
 LOOK_S = 0.25
 
@@ -64,7 +67,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         if self._adapt:
             start = self._num_workers
             self._num_workers = max(start, min(MOST_WORKERS, MOST_PER_CPU * usable_cpus()))
-            self._start = record.wish or start
+            self._start = record.wish or min(self._num_workers, start + MORE_THAN_CPUS)
         else:
             self._start = self._num_workers
         self._growth = growth_bytes(policy.worker_bytes, self._start)
