@@ -4,6 +4,7 @@ The libraries are imported when a fault is made, not before; `missing` in causes
 """
 
 import ctypes
+import io
 import os
 import platform
 import random
@@ -75,6 +76,15 @@ def cuda() -> None:
 # Files that are open before the fork ----------------------------------------------------------------------------------
 
 
+class Slow(io.FileIO):
+    """On a disk that takes its time between the place that is asked for and what is read there. (On a quick one, two
+    workers may miss each other for a whole epoch.)"""
+
+    def read(self, size: int | None = -1) -> bytes:
+        time.sleep(0.002)
+        return super().read(size)
+
+
 class Zipped(Dataset):
     """The archive is opened here, and read in the workers."""
 
@@ -83,7 +93,7 @@ class Zipped(Dataset):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
             for index in range(len(self)):
                 file.writestr(str(index), random.Random(index).randbytes(20_000))
-        self.file = zipfile.ZipFile(path)
+        self.file = zipfile.ZipFile(Slow(path))
 
     def __len__(self) -> int:
         return 1280
