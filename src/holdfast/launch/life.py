@@ -20,8 +20,6 @@ from holdfast.shm.memory import Memory
 
 # Readings of its memory that are kept.
 SERIES = 8
-# faulthandler writes a stack in well under a millisecond, unless the process is stopped.
-DUMP_S = 0.2
 # The fork server tells the status a moment after the death.
 STATUS_S = 0.05
 STACK_BYTES = 32 << 10
@@ -127,17 +125,11 @@ class Rank:
         self.code = code
 
     def dump(self) -> None:
-        """Where it hangs, before it is killed; faulthandler answers even while native code holds the GIL."""
+        """Where it hangs, before it is killed."""
         if linux.process_state(self.pid) in ("T", "t", "Z", ""):
             return
         with suppress(ProcessLookupError):
-            os.kill(self.pid, linux.DUMP_SIGNAL)
-        deadline, size = time.monotonic() + DUMP_S, 0
-        while time.monotonic() < deadline:
-            time.sleep(0.002)
-            before, size = size, os.fstat(self.crash).st_size
-            if size and size == before:
-                break
+            linux.ask_for_stack(self.pid, self.crash)
         self.stack = self._crash_text()
 
     def terminate(self) -> None:

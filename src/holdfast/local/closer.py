@@ -14,8 +14,6 @@ from holdfast.local.life import Life
 from holdfast.local.pulse import DUMPABLE, GIL
 from holdfast.local.spy import Spy
 
-# How long a stack dump may take. faulthandler writes it in well under a millisecond, unless the process is stopped.
-DUMP_S = 0.2
 # A silent worker is looked at for this long, to see whether it computes; a clock tick is 10 ms.
 BUSY_S = 0.06
 
@@ -44,21 +42,14 @@ class CloserLook:
         life.look_closely(time.monotonic())
 
     def dump(self, life: Life) -> None:
-        """Ask the worker for its stack. faulthandler answers even while native code holds the GIL."""
+        """Ask the worker for its stack."""
         self._see(life)
         if not life.pulse.words[DUMPABLE] or life.view is None or life.view.state in ("T", "t", "Z", ""):
             return
         life.pulse.words[GIL] = 0
         os.ftruncate(life.crash, 0)
         os.lseek(life.crash, 0, os.SEEK_SET)
-        os.kill(life.pid, linux.DUMP_SIGNAL)
-        deadline = time.monotonic() + DUMP_S
-        size = 0
-        while time.monotonic() < deadline:
-            time.sleep(0.002)
-            before, size = size, os.fstat(life.crash).st_size
-            if size and size == before:
-                break
+        linux.ask_for_stack(life.pid, life.crash)
         life.stack = life.crash_text()
         seen = self._spy.answer(life.hang)
         gil = {1: False, 2: True}.get(life.pulse.words[GIL], seen.gil)

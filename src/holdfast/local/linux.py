@@ -20,6 +20,8 @@ NOTED_SIGNALS = (
 )
 # Asks a worker for its Python stack. A real-time signal that neither glibc nor a common library uses.
 DUMP_SIGNAL = signal.SIGRTMIN + 17
+# How long that may take. faulthandler writes a stack in well under a millisecond, unless the process is stopped.
+DUMP_S = 0.2
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -51,6 +53,19 @@ def never_preempt_when_woken() -> None:
     """
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+
+
+def ask_for_stack(pid: int, file: int) -> None:
+    """A process that registered DUMP_SIGNAL with faulthandler writes its stack to this file, also while native code
+    holds the GIL. Raises ProcessLookupError when it is gone.
+    """
+    os.kill(pid, DUMP_SIGNAL)
+    deadline, size = time.monotonic() + DUMP_S, 0
+    while time.monotonic() < deadline:
+        time.sleep(0.002)
+        before, size = size, os.fstat(file).st_size
+        if size and size == before:
+            return
 
 
 def open_pidfd(pid: int) -> int | None:
