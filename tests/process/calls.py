@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -88,6 +89,24 @@ def state():
 
 def broken_start(text):
     raise ValueError(text)
+
+
+class SlowToSend:
+    """Takes its time to be pickled: what a queue's own thread does with it."""
+
+    def __reduce__(self):
+        time.sleep(0.2)
+        return str, ("sent",)
+
+
+def say_and_fail(queue):
+    queue.put(SlowToSend())
+    raise ValueError("no model")
+
+
+def fail_and_stay():
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("no model")
 
 
 def dead_start():

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -583,6 +584,26 @@ def test_a_failing_initializer_breaks_the_pool(pool):
         assert "worker-init-raised" in str(error)
     with pytest.raises(BrokenProcessPool, match="no model"):
         broken.submit(calls.square, 1)
+    broken.shutdown()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_failing_initializer_has_sent_arrives(method):
+    """Such as its log: it is there when the future has its error, for the worker has left by itself."""
+    said = multiprocessing.get_context(method).Queue()
+    broken = Pool(2, mp_context=method, initializer=calls.say_and_fail, initargs=(said,))
+    assert isinstance(broken.submit(calls.square, 1).exception(20), PoolBroken)
+    broken.shutdown()
+    assert said.get(timeout=0) == "sent"
+    said.close()
+    said.join_thread()
+
+
+def test_a_failing_initializer_that_does_not_end_is_not_waited_for():
+    began = time.monotonic()
+    broken = Pool(2, mp_context="fork", initializer=calls.fail_and_stay)
+    assert isinstance(broken.submit(calls.square, 1).exception(20), PoolBroken)
+    assert time.monotonic() - began < 5
     broken.shutdown()
 
 

@@ -46,6 +46,7 @@ class Leave(IntEnum):
     MEMORY = 2  # it has grown to its mark, or an allocation was refused
     DESCRIPTORS = 3
     PROCESSES = 4  # a thread or a process was refused to it
+    UNFIT = 5  # it could not start, and has said so
 
 
 class Place(NamedTuple):

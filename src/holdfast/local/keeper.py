@@ -44,6 +44,10 @@ from holdfast.local.wire import (
 from holdfast.local.worker import Job
 from holdfast.shm.memory import Memory
 
+# At the end of all, workers that are leaving by themselves get this long: what an initializer has logged before it
+# raised is sent by a thread of its process, and takes milliseconds.
+PARTING_S = 1.0
+
 
 class Keeper:
     """See the module. `run` returns when there is nobody left to keep."""
@@ -93,6 +97,7 @@ class Keeper:
                 number = self._signals.pop(0)
                 evidence = Evidence(pid=os.getpid(), sender=self._sender.last(number), worlds=self._worlds)
                 self._outbox.say(KeeperSignalled(number, evidence))
+        self._part()
         self._kill_all()
 
     def _over(self) -> bool:
@@ -210,6 +215,17 @@ class Keeper:
         os.close(life.crash)
         os.close(life.batches)
         self._outbox.say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
+
+    def _part(self) -> None:
+        """Whoever has said that it leaves may do so; the others do not go on meanwhile."""
+        leaving = [life for life in self._lives.values() if life.pulse.words[LEAVING]]
+        for life in self._lives.values():
+            if life not in leaving:
+                life.kill()
+        until = time.monotonic() + PARTING_S
+        for life in leaving:
+            if linux.wait_for_exit(life.pid, until - time.monotonic()):
+                del self._lives[life.pid]
 
     def _kill_all(self) -> None:
         for life in self._lives.values():

@@ -154,6 +154,7 @@ class Worker:
             self._job.boot(wiring.worker, wiring.life, self._pulse)
         except BaseException as error:  # user code: unpickling, worker_init_fn
             captured = raised.capture(error)
+            self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
             last = wiring.slots + wiring.boxes
             reply = self._job.pack_error(captured, self._space(last))
             self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
