@@ -35,11 +35,10 @@ class Story:
 
     def tell(self, event: Event) -> None:
         """One more."""
-        kind = type(event)
-        if kind is Drawn and event[2] is None:  # type: ignore[misc]
-            self._events.append((event[0], event[1]))  # type: ignore[misc, arg-type]
-        elif kind is Finished:
-            self._events.append((event[0], event[1], event[2], event[4]))  # type: ignore[misc, arg-type]
+        if isinstance(event, Finished):
+            self._events.append((event.worker, event.life, event.task, event.bad))
+        elif isinstance(event, Drawn) and event.lives is None:
+            self._events.append((event.task, event.samples))
         elif isinstance(event, BootFailed):
             self._events.append(event._replace(result=None))
         else:

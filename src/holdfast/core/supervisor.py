@@ -18,6 +18,7 @@ from holdfast.core.messages import (
     Drop,
     Event,
     Exited,
+    Finished,
     Kill,
     Note,
     Opened,
@@ -49,23 +50,21 @@ class Supervisor:
         self.notes: deque[Note | Silence] = deque()
         self.resolved = 0  # tasks that were delivered or dropped
         self.stop: Stop | None = None
-        self._acting = False
+        # An exception from outside cut an action short: what the ledger thinks may not be what is.
+        self.torn = False
 
     def open(self) -> None:
         """Start what is not running yet."""
         self.tell(Opened(time.monotonic()))
         self.tell(self._allowed)  # an earlier epoch may have left others at work, or a pause
 
-    @property
-    def torn(self) -> bool:
-        """An exception from outside cut an action short: what the ledger thinks may not be what is."""
-        return self._acting
-
     def step(self, timeout_s: float | None) -> None:
         """Wait for something to happen, at most `timeout_s`, and act on it."""
         happened = self._host.wait(timeout_s)
         for event in happened:
             match event:
+                case Finished():
+                    self.tell(event)
                 case Silence():
                     self.notes.append(event)
                 case Room():
@@ -86,7 +85,7 @@ class Supervisor:
 
     def tell(self, event: Event) -> None:
         """One event, and all it leads to."""
-        self._acting = True
+        self.torn = True  # until it is done
         self.story.tell(event)
         for action in self._ledger.on(event):
             match action:
@@ -117,4 +116,4 @@ class Supervisor:
                     self.stop = action
                 case _:
                     assert_never(action)
-        self._acting = False
+        self.torn = False

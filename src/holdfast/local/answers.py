@@ -74,7 +74,7 @@ class Answers:
                 self._journals.pop(task, None)
             slots = line.slots
             parcel = Parcel(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
-            slots.used(slot, parcel.size)
+            slots.used(slot, where + 16 * buffers + spec_bytes)
             return Finished(worker, life, task, parcel, bad)
         return self._understand_rare(Kind(kind & 0xFF), line, record)
 

@@ -24,6 +24,10 @@ START_S = 10.0
 _NO_JOURNAL = (b"", 0)
 
 
+def _nothing_lent() -> None:
+    """All leaves are copied."""
+
+
 class Parcel(NamedTuple):
     """A finished batch that lies in a slot, or in a file of its own."""
 
@@ -52,6 +56,11 @@ class Parcel(NamedTuple):
             return read(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
         start = slot * slots.stride
         view = slots.memory.view[start : start + slots.stride]
+        if self.where < small:  # and so is each leaf
+            try:
+                return read(view, self.where, self.buffers, self.spec_bytes, _nothing_lent, small)
+            finally:
+                slots.put_back(slot)
         lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
 
         def lend() -> memoryview | None:

@@ -87,6 +87,8 @@ def _array(raw: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...
 # Stands for a leaf whose bytes are in the slot already.
 _IN_PLACE = pickle.PickleBuffer(bytearray())
 
+# Where the leaves lie: (offset, size) of each.
+_TABLES = [struct.Struct(f"<{2 * leaves}Q") for leaves in range(32)]
 # Batches of ever new shapes (variable length text) must not fill the memory.
 _MOST_SPECS = 512
 
@@ -292,7 +294,7 @@ def unpack(
 
     `small`: leaves below that many bytes are copied out.
     """
-    table = struct.unpack_from(f"<{2 * buffers}Q", view, where)
+    table = (_TABLES[buffers] if buffers < len(_TABLES) else struct.Struct(f"<{2 * buffers}Q")).unpack_from(view, where)
     start = where + 16 * buffers
     return pickle.loads(view[start : start + spec_bytes], buffers=_leaves(view, table, lend, small))
 
