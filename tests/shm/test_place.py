@@ -11,13 +11,18 @@ from holdfast.shm.place import MOST_MADE, STREAMED, Full, SlotSpace, stack_array
 SIZE = 8 << 20
 
 
-@pytest.fixture(params=["streamed", "plain"])
+@pytest.fixture(params=["described", "streamed", "plain"])
 def way(request, monkeypatch):
-    """With the compiled copy and without it."""
+    """With all that is compiled; as with a torch that does not describe its tensors; and without a compiler."""
     if request.param == "plain":
         monkeypatch.setattr(place, "copy_all", None)
     elif place.copy_all is None:
         pytest.skip("built without a compiler")
+    if request.param != "described":
+        monkeypatch.setattr(place, "stack", None)
+    elif place.stack is None:
+        pytest.skip("this torch does not describe its tensors")
+    return request.param
 
 
 @pytest.fixture
@@ -38,11 +43,11 @@ def samples(count, shape, dtype=torch.float32):
 
 
 # Sizes that are no multiple of 16 make every second sample begin at an odd address.
-@pytest.mark.parametrize("shape", [(3, 64, 64), (5, 1031), (4099,), (1, 1 << 19)])
+@pytest.mark.parametrize("shape", [(3, 64, 64), (5, 1031), (4099,), (1, 1 << 19), (2,), (1,), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64, torch.bool, torch.complex64])
 def test_tensors(way, space, shape, dtype):
     size = torch.empty(shape, dtype=dtype).nbytes
-    count = min(SIZE // size - 1, STREAMED // size + 2)
+    count = min(SIZE // size - 1, STREAMED // size + 2, 300)
     batch = samples(count, shape, dtype)
     space.room(17)  # whatever lies before
     out = space.tensor(dtype, (count, *shape))
@@ -57,6 +62,51 @@ def test_tensors_with_gaps_and_in_other_orders(way, space):
     out = space.tensor(torch.float32, (40, 100, 100))
     stack_tensors(batch, out)
     assert torch.equal(out, torch.stack(batch))
+
+
+class Own(torch.Tensor):
+    pass
+
+
+ODD = {
+    "negated": torch.tensor([[1 + 2j]]).conj().imag,
+    "conjugated": torch.tensor([[1 + 2j, 3]]).conj(),
+    "of one element": torch.ones(1, 1),
+    "a slice": torch.arange(12.0).view(3, 4)[1:, 1:3],
+    "a view of its own": torch.arange(12.0).view(3, 4)[1],
+    "expanded": torch.ones(1, 1).expand(3, 5),
+    "a subclass": torch.arange(6.0).as_subclass(Own),
+    "wants a gradient": torch.ones(3, 4, requires_grad=True),
+    "of a graph": torch.ones(3, 4, requires_grad=True) * 2,
+    "sparse": torch.eye(3).to_sparse(),
+    "quarters": torch.ones(4, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("place_of_it", [0, 7, None])
+def test_odd_tensors_are_stacked_as_torch_does(way, kind, place_of_it):
+    """Alone among plain ones of the same shape, or all of them."""
+    odd = ODD[kind]
+    plain = torch.full(odd.shape, 3, dtype=odd.dtype)
+    batch = [odd if place_of_it in (number, None) else plain for number in range(8)]
+    out = torch.zeros(8, *odd.shape, dtype=odd.dtype)
+    try:
+        expected = torch.stack(batch, 0, out=out.clone())
+    except (RuntimeError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            stack_tensors(batch, out)
+    else:
+        stack_tensors(tuple(batch), out)
+        assert torch.equal(out, expected)
+
+
+def test_an_address_is_not_kept(way, space):
+    """Samples may be gone, and others lie in their place, when the next batch comes."""
+    out = space.tensor(torch.float32, (50, 64, 64))
+    for value in range(20):
+        stack_tensors([torch.full((64, 64), float(value)) for _ in range(50)], out)
+        assert (out == value).all()
 
 
 def test_tensors_of_another_dtype_or_shape_are_torchs_business(way, space):

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 try:
-    from holdfast.shm._stream import copy_all
+    from holdfast.shm._stream import copy_all, learn, stack
+
+    if not learn(torch.Tensor):  # before torch 2.10
+        stack = None  # type: ignore[assignment]
 except ImportError:  # built without a compiler: torch and numpy copy instead
-    copy_all = None  # type: ignore[assignment]
+    copy_all = stack = None  # type: ignore[assignment]
 
 ALIGN = 64
 # Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
@@ -124,8 +127,11 @@ AnySpace = SlotSpace | FileSpace
 def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> None:
     """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
     size = out.nbytes // len(samples)
-    large = out.nbytes >= STREAMED and size >= WORTH_IT and isinstance(samples, list | tuple)
-    if copy_all is not None and large and _is_simple(samples[0]):
+    large = out.nbytes >= STREAMED and size >= WORTH_IT
+    if stack is not None:
+        if stack(out, samples, large):
+            return
+    elif copy_all is not None and large and isinstance(samples, list | tuple) and _is_simple(samples[0]):
         dtype, shape = out.dtype, out.shape[1:]
         sources: list[object] = []
         for sample in samples:
