@@ -4,7 +4,8 @@ Without: the keeper only forks and reaps; the workers' loop is `[dataset[i] for 
 into a pulse. (What the trainer's ledger costs is in both.)
 
 The machine is far noisier than the 2 % in question. So loaders with and without live side by side in one interpreter
-and take turns of a fraction of a second: whoever has no turn waits for room and uses nothing. A third loader, without
+and take turns of a fraction of a second: whoever has no turn waits for room and uses nothing. The trainer sleeps as soon
+as it must wait: how long it would look out for the next batch first is chance, and in both. A third loader, without
 again, is the control: it shows what this method says of two things that are equal. Processes differ by where their
 memory happens to lie, so all are made anew several times.
 
@@ -99,6 +100,9 @@ def measure(load: Load) -> dict[str, list[float]]:
     """CPU seconds per batch, of each turn of each of the three."""
     from speed import WARM_BATCHES, end, take
 
+    from holdfast.local import vigil
+
+    vigil.SPIN_S = 0.0
     costs: dict[str, list[float]] = {BARE: [], SUPERVISED: [], CONTROL: []}
     dataset = load.make()
     shuffled = partial(random.Random(0).sample, list(costs), len(costs))  # nobody always follows the same other
