@@ -4,10 +4,10 @@ Without: the keeper only forks and reaps; the workers' loop is `[dataset[i] for 
 into a pulse. (What the trainer's ledger costs is in both.)
 
 The machine is far noisier than the 2 % in question. So loaders with and without live side by side in one interpreter
-and take turns of a fraction of a second: whoever has no turn waits for room and uses nothing. The trainer sleeps as soon
-as it must wait: how long it would look out for the next batch first is chance, and in both. A third loader, without
-again, is the control: it shows what this method says of two things that are equal. Processes differ by where their
-memory happens to lie, so all are made anew several times.
+and take turns of a fraction of a second: whoever has no turn waits for room and uses nothing. The trainer sleeps as
+soon as it must wait: how long it would look out for the next batch first is chance, and in both. A third loader,
+without again, is the control: it shows what this method says of two things that are equal. Processes differ by where
+their memory happens to lie, so all are made anew several times.
 
 Run as a script it measures one load and prints JSON: python supervision.py NAME
 """

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from holdfast.core.messages import Stage
@@ -16,13 +17,11 @@ from holdfast.loader.journal import Journal
 from holdfast.loader.shapes import differing
 from holdfast.local.evidence import facts_of
 from holdfast.local.limits import refused
-from holdfast.local.pulse import BASE, FIELDS, POSITION, RETRIES, SAMPLES, SINCE, STAGE
+from holdfast.local.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, noted
 from holdfast.local.raised import Raised, capture
 from holdfast.local.worker import Spent
 from holdfast.policy import Policy
 
-# Samples that take less than this are not timed one by one.
-_SLOW_NS = 20_000
 # Stands for a sample that is left out of its batch.
 _LEFT_OUT = object()
 
@@ -126,14 +125,13 @@ class MapFetcher:
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._policy = policy
-        self._words = [0] * FIELDS if words is None else words
+        self._words: memoryview = new_words() if words is None else words
         self._catch = catch
         self._reseed = reseed
         self._may_leave = may_leave
         self._growth = growth_bytes
         self._loaded = 0  # batches of this life
         self._down = False  # the last sample that failed had been tried as often as allowed
-        self._slow = True
         self._all_or_none = policy.bad_sample == "raise"  # then what was loaded before an exception is not needed
         many = getattr(dataset, "__getitems__", None)
         self._many = many if callable(many) else None
@@ -156,38 +154,27 @@ class MapFetcher:
         return samples, troubles
 
     def _one_by_one(self, draw: Draw, troubles: list[Trouble]) -> list[Any]:
-        """The hot loop. The pulse says which sample is being loaded: a plain store each, and one more for the time.
-
-        Where samples take microseconds, that second store and the clock would be a fifth of it all; there the time
-        is that of the batch.
-        """
+        """The hot loop. The pulse says which sample is being loaded, and since when."""
         words, dataset, indices = self._words, self.dataset, draw.indices
         positions = range(len(indices)) if draw.positions is None else draw.positions
-        began = time.monotonic_ns()
-        words[STAGE], words[SINCE] = Stage.FETCH, began
+        words[STAGE] = Stage.FETCH
         samples: list[Any] = list(draw.done)
         append = samples.append
-        pairs = zip(positions, indices, strict=True)
-        for _ in samples:
-            next(pairs)
+        done = len(samples)
+        walk = noted(words, positions[done:], islice(indices, done, None) if done else indices)
         while True:
             try:
                 if self._policy.retries or draw.journal is not None:
-                    for position, index in pairs:
-                        sample = self._one(position, index, draw, troubles)
+                    for index in walk:
+                        sample = self._one(words[POSITION], index, draw, troubles)
                         if sample is not _LEFT_OUT:
                             append(sample)
                         if draw.journal is not None:
                             draw.journal.close() if sample is _LEFT_OUT else draw.journal.add(sample)
-                elif self._slow:
-                    clock = time.monotonic_ns
-                    for words[POSITION], index in pairs:
-                        words[SINCE] = clock()
-                        append(dataset[index])
                 elif self._all_or_none:
-                    samples += [dataset[index] for words[POSITION], index in pairs]
+                    samples += [dataset[index] for index in walk]
                 else:
-                    for words[POSITION], index in pairs:
+                    for index in walk:
                         append(dataset[index])
                 break
             except (Failed, Spent):
@@ -199,7 +186,6 @@ class MapFetcher:
                 if sample is not _LEFT_OUT:
                     append(sample)
         words[SAMPLES] += len(samples)
-        self._slow = time.monotonic_ns() - began > _SLOW_NS * len(indices)
         return samples
 
     def _all_at_once(self, draw: Draw, seed: Callable[[], None]) -> list[Any] | None:

@@ -7,10 +7,17 @@ its own; 0 for what holds for all, below 0 for as long as it takes.
 """
 
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from holdfast.core.messages import Place, Stage
 from holdfast.local.sender import SenderNote
 from holdfast.shm.memory import Memory
+
+try:
+    from holdfast.local._pulse import noted as _noted
+except ImportError:  # built without a compiler
+    _noted = None  # type: ignore[assignment]
 
 PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
@@ -69,3 +76,21 @@ class Pulse:
             "peak_bytes": words[PEAK],
             "descriptors": words[FILES],
         }
+
+
+def new_words() -> memoryview:
+    """Words of a page that nobody else sees."""
+    return memoryview(bytearray(FIELDS * 8)).cast("q")
+
+
+def noted(words: memoryview, positions: Sequence[int], indices: Iterable[Any]) -> Iterator[Any]:
+    """Goes through the indices; the pulse says at which position the one at hand stands, and since when it is."""
+    if _noted is not None and isinstance(positions, range):
+        return _noted(words, POSITION, SINCE, positions.start, indices)
+    return _noted_slowly(words, positions, indices)
+
+
+def _noted_slowly(words: memoryview, positions: Sequence[int], indices: Iterable[Any]) -> Iterator[Any]:
+    for words[POSITION], index in zip(positions, indices, strict=True):
+        words[SINCE] = time.monotonic_ns()
+        yield index

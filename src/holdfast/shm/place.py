@@ -14,7 +14,7 @@ import torch
 try:
     from holdfast.shm._stream import copy_all, learn, stack
 
-    if not learn(torch.Tensor):  # before torch 2.10
+    if not learn(torch.Tensor):  # an older torch
         stack = None  # type: ignore[assignment]
 except ImportError:  # built without a compiler: torch and numpy copy instead
     copy_all = stack = None  # type: ignore[assignment]
