@@ -180,9 +180,11 @@ class MapFetcher:
             except (Failed, Spent):
                 raise
             except self._catch as error:
-                self._leave_if_spent(error, words[POSITION], draw)
-                index = list(indices)[positions.index(words[POSITION])]  # (they may be a set)
-                sample = self._bad(error, words[POSITION], index, 1, 0.0, draw.spares, troubles)
+                position = words[POSITION]
+                self._leave_if_spent(error, position, draw)
+                place = position if draw.positions is None else draw.positions.index(position)
+                index = list(indices)[place]  # (they may be a set)
+                sample = self._bad(error, position, index, 1, 0.0, draw.spares, troubles)
                 if sample is not _LEFT_OUT:
                     append(sample)
         words[SAMPLES] += len(samples)

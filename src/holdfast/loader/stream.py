@@ -22,7 +22,7 @@ from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
 from holdfast.loader.fetch import Failed, Trouble
 from holdfast.loader.shapes import differing
-from holdfast.local.pulse import FIELDS, POSITION, SAMPLES, SINCE, STAGE
+from holdfast.local.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.local.raised import capture
 from holdfast.policy import Policy
 from holdfast.shm.pack import is_plain
@@ -56,7 +56,7 @@ class StreamFetcher:
         self._drop_last = drop_last
         self._policy = policy
         self._seed = seed
-        self._words = [0] * FIELDS if words is None else words
+        self._words: memoryview = new_words() if words is None else words
         self._catch = catch
         self._items: Iterator[Any] | None = None
         self._ended = False

@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 
-from holdfast.core.messages import Cause, Place, Stage
+from holdfast.core.messages import Cause, Leave, Place, Stage
 from holdfast.local import linux, procfs
 from holdfast.local.cgroups import group_of
 from holdfast.local.cradle import Cradle, Orders
@@ -44,8 +44,8 @@ from holdfast.local.wire import (
 from holdfast.local.worker import Job
 from holdfast.shm.memory import Memory
 
-# At the end of all, workers that are leaving by themselves get this long: what an initializer has logged before it
-# raised is sent by a thread of its process, and takes milliseconds.
+# At the end of all, workers that could not start get this long to leave by themselves: what an initializer has logged
+# before it raised is sent by a thread of its process, and takes milliseconds.
 PARTING_S = 1.0
 
 
@@ -217,8 +217,8 @@ class Keeper:
         self._outbox.say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
 
     def _part(self) -> None:
-        """Whoever has said that it leaves may do so; the others do not go on meanwhile."""
-        leaving = [life for life in self._lives.values() if life.pulse.words[LEAVING]]
+        """Whoever could not start, and has said so, may leave by itself; the others do not go on meanwhile."""
+        leaving = [life for life in self._lives.values() if life.pulse.words[LEAVING] == Leave.UNFIT]
         for life in self._lives.values():
             if life not in leaving:
                 life.kill()

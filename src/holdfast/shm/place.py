@@ -22,7 +22,7 @@ except ImportError:  # built without a compiler: torch and numpy copy instead
 ALIGN = 64
 # Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
 STREAMED = 1 << 20
-# Samples below this are not: to look at each costs more than torch takes to copy it.
+# Samples below this are not: torch takes less to copy one than Python to look at it.
 WORTH_IT = 4 << 10
 # Tensors kept for one slot. Batches of ever new shapes (variable length text) must not fill the memory.
 MOST_MADE = 64
@@ -129,7 +129,7 @@ def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> No
     size = out.nbytes // len(samples)
     large = out.nbytes >= STREAMED and size >= WORTH_IT
     if stack is not None:
-        if stack(out, samples, large):
+        if not samples[0].is_neg() and stack(out, samples, large):
             return
     elif copy_all is not None and large and isinstance(samples, list | tuple) and _is_simple(samples[0]):
         dtype, shape = out.dtype, out.shape[1:]
