@@ -3,11 +3,11 @@
 Without: the keeper only forks and reaps; the workers' loop is `[dataset[i] for i in indices]`, and nothing is written
 into a pulse. (What the trainer's ledger costs is in both.)
 
-The machine is far noisier than the 2 % in question. So loaders with and without live side by side in one interpreter
-and take turns of a fraction of a second: whoever has no turn waits for room and uses nothing. The trainer sleeps as
-soon as it must wait: how long it would look out for the next batch first is chance, and in both. A third loader,
-without again, is the control: it shows what this method says of two things that are equal. Processes differ by where
-their memory happens to lie, so all are made anew several times.
+The machine is far noisier than the 2 % in question. So loaders with and without, two of each, live side by side in one
+interpreter and take turns of a fraction of a second: whoever has no turn waits for room and uses nothing. The trainer
+sleeps as soon as it must wait: how long it would look out for the next batch first is chance, and in both. Processes
+differ by where their memory happens to lie, by more than what is asked for, so all are made anew a dozen times; what
+two equal ones differ by is the control.
 
 Run as a script it measures one load and prints JSON: python supervision.py NAME
 """
@@ -19,49 +19,51 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from datasets import LOADS, Load
 from table import Row, ms
 
-GENERATIONS = 6
-TURNS = 18
+GENERATIONS = 12
+TURNS = 9
 TURN_S = 0.08
 # For the workers to fill what was taken: then they wait, and the CPU of all that was taken has been used.
 SETTLE_S = 0.03
 GOAL = 0.02
 PATIENCE_S = 180.0
-BARE, SUPERVISED, CONTROL = "bare", "supervised", "control"
+BARE, SUPERVISED = ("bare", "bare too"), ("supervised", "supervised too")
 
 
 def supervision_cost(load: Load) -> Row:
     """One row, measured in an interpreter of its own: parts of the library are replaced there."""
     done = subprocess.run([sys.executable, __file__, load.name], stdout=subprocess.PIPE, timeout=PATIENCE_S, check=True)
     costs: dict[str, list[float]] = json.loads(done.stdout)
-    extra = shares(costs, SUPERVISED)
-    control = shares(costs, CONTROL)
+    extra = shares(costs, SUPERVISED, BARE)
+    control = [abs(share) for pair in (BARE, SUPERVISED) for share in shares(costs, pair[:1], pair[1:])]
     low, high = interval(extra)
     unsure = "; too noisy to tell" if low < GOAL <= high else ""
     return Row(
         name=f"supervision, {load.name}",
-        theirs=f"({ms(median(costs[BARE]))})",
-        ours=ms(median(costs[SUPERVISED])),
+        theirs=f"({ms(median(cost for name in BARE for cost in costs[name]))})",
+        ours=ms(median(cost for name in SUPERVISED for cost in costs[name])),
         result=f"{median(extra):+.2%}",
         spread=f"{low:+.1%}, {high:+.1%}",
         goal=f"< {GOAL:.0%}",
         missed=median(extra) >= GOAL,
-        note=f"CPU per batch, (bare loop); 95 % interval; control {median(control):+.2%}{unsure}",
+        note=f"CPU per batch, (bare loop); 95 % interval; two equal ones differ by {median(control):.1%}{unsure}",
         numbers={"cpu_s_per_batch": costs, "extra": extra, "control": control},
     )
 
 
-def shares(costs: dict[str, list[float]], of: str) -> list[float]:
-    """What it costs more than the bare loop, turn by turn."""
-    return [cost / bare - 1 for cost, bare in zip(costs[of], costs[BARE], strict=True)]
+def shares(costs: dict[str, list[float]], of: Sequence[str], to: Sequence[str]) -> list[float]:
+    """What these cost more than those, in each generation."""
+    ours, theirs = (map(sum, zip(*(costs[name] for name in names), strict=True)) for names in (of, to))
+    return [ours / theirs - 1 for ours, theirs in zip(ours, theirs, strict=True)]
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -78,38 +80,41 @@ def bare_loop() -> Iterator[None]:
     from holdfast.local import watch
     from holdfast.local.pulse import Pulse
 
-    tick_s, enter, one_by_one, init = watch.TICK_S, Pulse.enter, MapFetcher._one_by_one, MapFetcher.__init__
+    fetcher, pulse = MapFetcher.__init__, Pulse.__init__
 
     def without_words(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **{**kwargs, "words": None})
+        fetcher(self, *args, **{**kwargs, "words": None})
 
-    watch.TICK_S = 3600.0
-    Pulse.enter = lambda self, stage, position=0: None  # type: ignore[method-assign]
-    MapFetcher._one_by_one = lambda self, draw, troubles: [  # type: ignore[method-assign]
-        self.dataset[index] for index in draw.indices
-    ]
-    MapFetcher.__init__ = without_words  # type: ignore[method-assign]
-    try:
+    def without_stages(self: Any, *args: Any) -> None:
+        pulse(self, *args)
+        self.enter = lambda stage, position=0: None
+
+    def samples(self: Any, draw: Any, troubles: Any) -> list[Any]:
+        return [self.dataset[index] for index in draw.indices]
+
+    with (
+        patch.object(watch, "TICK_S", 3600.0),
+        patch.object(Pulse, "__init__", without_stages),
+        patch.object(MapFetcher, "__init__", without_words),
+        patch.object(MapFetcher, "_one_by_one", samples),
+    ):
         yield
-    finally:
-        watch.TICK_S, Pulse.enter, MapFetcher._one_by_one = tick_s, enter, one_by_one  # type: ignore[method-assign]
-        MapFetcher.__init__ = init  # type: ignore[method-assign]
 
 
 def measure(load: Load) -> dict[str, list[float]]:
-    """CPU seconds per batch, of each turn of each of the three."""
+    """CPU seconds per batch of each of the four, the median turn of each generation."""
     from speed import WARM_BATCHES, end, take
 
     from holdfast.local import vigil
 
     vigil.SPIN_S = 0.0
-    costs: dict[str, list[float]] = {BARE: [], SUPERVISED: [], CONTROL: []}
+    costs: dict[str, list[float]] = {name: [] for name in (*BARE, *SUPERVISED)}
     dataset = load.make()
     shuffled = partial(random.Random(0).sample, list(costs), len(costs))  # nobody always follows the same other
     for _ in range(GENERATIONS):
         iterators = {}
         for name in shuffled():
-            with nullcontext() if name == SUPERVISED else bare_loop():
+            with nullcontext() if name in SUPERVISED else bare_loop():
                 iterators[name] = begin(load, dataset)
         rates = []
         for iterator in iterators.values():
@@ -117,10 +122,12 @@ def measure(load: Load) -> dict[str, list[float]]:
             rates.append(count / seconds)
             time.sleep(SETTLE_S)
         batches = max(1, round(median(rates) * TURN_S))
+        turns: dict[str, list[float]] = {name: [] for name in costs}
         for _ in range(TURNS):
             for name in shuffled():
-                costs[name].append(cpu_of(iterators[name], batches) / batches)
-        for iterator in iterators.values():
+                turns[name].append(cpu_of(iterators[name], batches) / batches)
+        for name, iterator in iterators.items():
+            costs[name].append(median(turns[name]))
             end(iterator)
     return costs
 

@@ -39,6 +39,8 @@ from holdfast.shm.memory import Memory
 from holdfast.shm.place import SlotSpace
 from holdfast.shm.slots import claim, claim_again, slot_view, states_of, strides_for
 
+# Looked up once: in Python 3.11 each time takes 100 ns.
+_IDLE = Stage.IDLE
 # Batches from this size on are worth waiting for a slot that was used before.
 LARGE = 4 << 20
 
@@ -170,7 +172,7 @@ class Worker:
         return SlotSpace(*slot_view(self._memory, self._wiring.stride, slot))
 
     def _loop(self) -> None:
-        pulse, words, run, states = self._pulse, self._pulse.words, self._job.run, self._states
+        enter, words, run, states = self._pulse.enter, self._pulse.words, self._job.run, self._states
         view, stride = self._memory.view, self._wiring.stride
         spaces: dict[int, SlotSpace] = {}
         large = False
@@ -197,7 +199,7 @@ class Worker:
                 words[TASKS] += 1
                 words[BYTES] += sent
                 self._announce(task, slot, reply)
-                pulse.enter(Stage.IDLE)
+                enter(_IDLE)
                 words[BUSY_NS] += words[SINCE] - began
                 if words[ASKED] and self._must_go():
                     return
