@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from holdfast.shm import pack
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
 from holdfast.shm.place import FileSpace, Full, SlotSpace
@@ -171,6 +172,54 @@ def test_a_flat_batch_of_the_same_shapes_is_packed_by_heart():
         assert torch.equal(again["a"], batch["a"]) and torch.equal(again["b"], batch["b"])
 
 
+FLAT = {
+    "a tensor": torch.arange(12.0).view(3, 4),
+    "a list": [torch.arange(3), torch.ones(2, 2, dtype=torch.bool)],
+    "a tuple": (torch.arange(3), torch.tensor(2.5)),
+    "a dict": {"b": torch.arange(3), "a": torch.zeros(2, 0)},
+    "no list": [],
+    "no tuple": (),
+    "no dict": {},
+    "other keys": {1: torch.arange(3)},
+    "one thing that is none": [torch.arange(3), "name"],
+    "its own kind": Point(torch.arange(3), torch.arange(2)),
+    "ordered": collections.OrderedDict(a=torch.arange(3)),
+    "asks for gradients": [torch.ones(2, requires_grad=True)],
+    "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+    "not dense": torch.arange(12.0).view(3, 4).t(),
+}
+
+
+@pytest.mark.parametrize("batch", FLAT.values(), ids=FLAT)
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_has_a_short_way_and_what_looks_like_it(batch, times):
+    there, packer = memory(), Packer()
+    for _ in range(times):  # the second time it is known
+        spec = packer.pack((None, batch), SlotSpace(there.view, there.address))
+        nothing, got = unpack(there.view, *spec, there.export)
+        assert nothing is None
+        assert type(got) is type(batch)
+        leaves = got.values() if isinstance(got, dict) else [got] if isinstance(got, torch.Tensor) else got
+        wanted = batch.values() if isinstance(batch, dict) else [batch] if isinstance(batch, torch.Tensor) else batch
+        assert not isinstance(got, dict) or list(got) == list(batch)
+        for leaf, want in zip(leaves, wanted, strict=True):
+            assert type(leaf) is type(want)
+            if isinstance(want, torch.Tensor):
+                assert (leaf.dtype, leaf.shape, leaf.requires_grad) == (want.dtype, want.shape, want.requires_grad)
+                assert torch.equal(leaf, want)
+            else:
+                assert leaf == want
+
+
+def test_batches_of_ever_new_shapes_do_not_fill_the_memory():
+    there, packer = memory(), Packer()
+    for length in range(1, 1200):
+        spec = packer.pack((None, torch.full((length,), float(length))), SlotSpace(there.view, there.address))
+        assert torch.equal(unpack(there.view, *spec, there.export)[1], torch.full((length,), float(length)))
+    assert len(packer._specs) <= pack._MOST_SPECS
+    assert len(pack._flats) <= pack._MOST_SPECS
+
+
 def test_a_tensor_twice_in_a_batch_arrives_twice():
     packer, there = Packer(), memory()
     one = torch.arange(4)
@@ -178,6 +227,7 @@ def test_a_tensor_twice_in_a_batch_arrives_twice():
         spec = packer.pack((None, pair), SlotSpace(there.view, there.address))
         _, again = unpack(there.view, *spec, lambda: None)
         assert torch.equal(again[0], one) and torch.equal(again[1], one)
+        assert (again[0] is again[1]) == (pair[0] is pair[1])
 
 
 def test_small_leaves_are_copied_and_large_ones_are_not():

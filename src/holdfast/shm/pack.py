@@ -4,6 +4,9 @@ The worker packs: the structure becomes a pickle, the *spec*; the bytes of tenso
 (see shm/place.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
 that a kept label does not hold on to its batch; large ones are views, without a copy.
 
+Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec is no
+pickle: it says just that, is made once in the worker, and read once in the trainer.
+
 Everything that pickles crosses. Plain dense tensors have a short way of their own; sparse ones go as their parts; other
 kinds (quantized, subclasses, those that require grad) go torch's way, with their storages out of band.
 """
@@ -12,10 +15,10 @@ import io
 import pickle
 import struct
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copyreg import dispatch_table
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -91,6 +94,20 @@ _IN_PLACE = pickle.PickleBuffer(bytearray())
 _TABLES = [struct.Struct(f"<{2 * leaves}Q") for leaves in range(32)]
 # Batches of ever new shapes (variable length text) must not fill the memory.
 _MOST_SPECS = 512
+# The first byte of the spec of a flat batch. A pickle begins with 0x80.
+_FLAT = b"F"
+
+
+class _Flat(NamedTuple):
+    """A batch of plain dense tensors: just one, or a list, a tuple or a dict of some."""
+
+    kind: type
+    keys: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # each begins with the code of its dtype
+
+
+# What the specs of flat batches say: how each leaf is to be shown. Which process: the trainer.
+_flats: dict[bytes, tuple[type, tuple[str, ...], list[tuple[tuple[int, ...], Any]]]] = {}
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -125,7 +142,7 @@ class Packer:
         self._space: AnySpace
         self._spawning = spawning
         self._table: list[int] = []
-        self._specs: dict[tuple[Any, ...], bytes] = {}
+        self._specs: dict[_Flat, bytes] = {}
         own: dict[type, Callable[[Any], Any]] = {
             torch.Tensor: self._reduce_tensor,
             np.ndarray: self._reduce_array,
@@ -145,14 +162,8 @@ class Packer:
         Raises `Full`, or whatever pickling the batch raises.
         """
         self._space = space
-        spec = None
-        shape_key = self._known_shape(batch)
-        if shape_key is not None:
-            spec = self._specs.get(shape_key)
-        if spec is None:
-            spec = self._pickle(batch)
-            if shape_key is not None and len(self._table) == 2 * len(shape_key[2]):
-                self._remember(shape_key, spec)
+        flat = self._flattened(batch)
+        spec = self._pickle(batch) if flat is None else self._specs.get(flat) or self._remember(flat)
         table = self._table
         where = space.put(memoryview(struct.pack(f"<{len(table)}Q", *table) + spec))
         return where, len(table) // 2, len(spec)
@@ -163,16 +174,13 @@ class Packer:
         except (pickle.PicklingError, AttributeError, TypeError):
             return self._dump(cloudpickle.Pickler, self._cloud, batch)
 
-    # Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec is
-    # the same bytes each time, so it is pickled once: that is half of the cost of a small batch.
-
-    def _known_shape(self, batch: object) -> tuple[Any, ...] | None:
-        """What the spec of a flat batch depends on, if its bytes are placed already or fit; None for any other."""
+    def _flattened(self, batch: object) -> _Flat | None:
+        """What a flat batch is; its leaves are in the space then. None for any other."""
         if type(batch) is not tuple or len(batch) != 2 or batch[0] is not None:
             return None
         content = batch[1]
         kind = type(content)
-        keys = None
+        keys: tuple[str, ...] = ()
         if kind is torch.Tensor:
             leaves: Any = (content,)
         elif kind is list or kind is tuple:
@@ -183,6 +191,8 @@ class Packer:
                 return None
         else:
             return None
+        if len({*map(id, leaves)}) < (len(leaves) or 1):
+            return None  # nothing, or one thing twice, which shall stay one
         placed = self._space.placed
         shapes = []
         table: list[int] = []
@@ -198,12 +208,13 @@ class Packer:
             shapes.append(shape)
             table += (offset, size)
         self._table = table
-        return kind, keys, tuple(shapes)
+        return _Flat(kind, keys, tuple(shapes))
 
-    def _remember(self, shape_key: tuple[Any, ...], spec: bytes) -> None:
+    def _remember(self, flat: _Flat) -> bytes:
         if len(self._specs) >= _MOST_SPECS:
             self._specs.clear()
-        self._specs[shape_key] = spec
+        spec = self._specs[flat] = _FLAT + pickle.dumps(tuple(flat), 5)
+        return spec
 
     def _dump(self, pickler_class: Any, reducers: Any, batch: object) -> bytes:
         file = io.BytesIO()
@@ -296,7 +307,26 @@ def unpack(
     """
     table = (_TABLES[buffers] if buffers < len(_TABLES) else struct.Struct(f"<{2 * buffers}Q")).unpack_from(view, where)
     start = where + 16 * buffers
-    return pickle.loads(view[start : start + spec_bytes], buffers=_leaves(view, table, lend, small))
+    spec = view[start : start + spec_bytes]
+    leaves = _leaves(view, table, lend, small)
+    return _unflattened(bytes(spec), leaves) if spec[:1] == _FLAT else pickle.loads(spec, buffers=leaves)
+
+
+def _unflattened(spec: bytes, leaves: Iterable[Any]) -> tuple[None, Any]:
+    known = _flats.get(spec)
+    if known is None:
+        flat = _Flat(*pickle.loads(spec[1:]))
+        if len(_flats) >= _MOST_SPECS:
+            _flats.clear()
+        known = _flats[spec] = flat.kind, flat.keys, [(shape[1:], TWINS[shape[0]]) for shape in flat.shapes]
+    kind, keys, looks = known
+    array, tensor = np.ndarray, torch.from_numpy
+    tensors = [tensor(array(shape, dtype, raw)) for (shape, dtype), raw in zip(looks, leaves, strict=True)]
+    if kind is torch.Tensor:
+        return None, tensors[0]
+    if kind is dict:
+        return None, dict(zip(keys, tensors, strict=True))
+    return None, tensors if kind is list else tuple(tensors)
 
 
 def _leaves(
