@@ -10,6 +10,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+import numpy.random  # numpy leaves that to whoever asks first: each worker, for 10 ms
 import torch
 
 # The generator behind `random.random()` and the others, and the class that does its work in C.
