@@ -69,8 +69,8 @@ def shares(costs: dict[str, list[float]], of: Sequence[str], to: Sequence[str]) 
 def interval(values: list[float]) -> tuple[float, float]:
     """Where the true median lies, with 95 %: a count of coin flips, whatever the distribution."""
     ranked = sorted(values)
-    middle, reach = len(ranked) / 2, 0.98 * math.sqrt(len(ranked))
-    return ranked[max(0, math.floor(middle - reach))], ranked[min(len(ranked) - 1, math.ceil(middle + reach))]
+    low = max(0, math.floor(len(ranked) / 2 - 0.98 * math.sqrt(len(ranked))))
+    return ranked[low], ranked[len(ranked) - 1 - low]
 
 
 @contextmanager

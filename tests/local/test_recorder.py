@@ -112,6 +112,12 @@ def test_only_words_that_are_there_are_written():
 
 
 @compiled_only
+def test_nothing_is_named():
+    with pytest.raises(TypeError):
+        Recorder(new_words(), STAGE, POSITION, since=SINCE)
+
+
+@compiled_only
 @pytest.mark.parametrize("wrong", [(), (4,), (4, 5), ("four", [1]), (4, [1], 2)])
 def test_a_walk_that_is_none(wrong):
     recorder = Recorder(new_words(), STAGE, POSITION, SINCE)
@@ -120,7 +126,7 @@ def test_a_walk_that_is_none(wrong):
 
 
 @compiled_only
-@pytest.mark.parametrize("wrong", [(), ("four",), (4, "nine"), (4, 5, 6)])
+@pytest.mark.parametrize("wrong", [(), ("four",), (4, "nine"), ("four", "nine"), (4, 5, 6)])
 def test_a_stage_that_is_none(wrong):
     words = new_words()
     with pytest.raises(TypeError):

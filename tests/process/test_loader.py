@@ -798,3 +798,35 @@ def test_a_worker_may_have_children_that_can_be_terminated():
 
     loader = DataLoader(Starts(2), batch_size=None, num_workers=1)
     assert [tuple(map(int, pair)) for pair in loader] == [(-15, -15)] * 2
+
+
+class Leaving:
+    """Cannot be pickled: it tries to end whoever does."""
+
+    def __reduce__(self):
+        raise SystemExit("in __reduce__")
+
+
+class DeadlyOnce(Numbers):
+    """Ends its process at index 2, the first time."""
+
+    def __init__(self, flag):
+        super().__init__(4)
+        self.flag = flag
+
+    def __getitem__(self, index):
+        if index == 2 and not self.flag.exists():
+            self.flag.touch()
+            os._exit(1)
+        return Leaving()
+
+
+def how_many(samples):
+    return torch.tensor(len(samples))
+
+
+def test_samples_that_cannot_be_pickled_are_loaded_again_all_the_same(tmp_path):
+    """The second attempt at a batch keeps what it has loaded, for a third; what cannot be kept is no fault."""
+    loader = DataLoader(DeadlyOnce(tmp_path / "died"), batch_size=4, num_workers=1, collate_fn=how_many)
+    assert [int(batch) for batch in loader] == [4]
+    assert loader.stats()["restarts"] == 1

@@ -217,7 +217,17 @@ def test_batches_of_ever_new_shapes_do_not_fill_the_memory():
         spec = packer.pack((None, torch.full((length,), float(length))), SlotSpace(there.view, there.address))
         assert torch.equal(unpack(there.view, *spec, there.export)[1], torch.full((length,), float(length)))
     assert len(packer._specs) <= pack._MOST_SPECS
-    assert len(pack._flats) <= pack._MOST_SPECS
+    assert pack._read_flat.cache_info().currsize <= pack._MOST_SPECS
+
+
+def test_batches_of_ever_so_many_leaves_do_not_either():
+    """Nothing is kept of them."""
+    there, packer, known = memory(), Packer(), pack._read_flat.cache_info().currsize
+    batch = [torch.tensor([float(n)]) for n in range(pack._MOST_LEAVES + 1)]
+    spec = packer.pack((None, batch), SlotSpace(there.view, there.address))
+    assert torch.equal(torch.cat(unpack(there.view, *spec, there.export)[1]), torch.cat(batch))
+    assert not packer._specs
+    assert pack._read_flat.cache_info().currsize == known
 
 
 def test_a_tensor_twice_in_a_batch_arrives_twice():

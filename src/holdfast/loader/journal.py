@@ -50,7 +50,7 @@ class Journal:
         words = self._words
         try:
             entry = self._packer.pack((sample, state or seeds.save()), self._space)
-        except Exception:  # user code (__reduce__), or a full slot: this is a help, not a duty
+        except BaseException:  # user code (__reduce__ may exit), or a full slot: this is a help, not a duty
             self.close()
             return
         number = words[JOURNALLED]

@@ -82,8 +82,10 @@ static PyObject *recorder_enter(Recorder *self, PyObject *const *args, Py_ssize_
         PyErr_SetString(PyExc_TypeError, "enter(stage, position=0)");
         return NULL;
     }
-    int64_t stage = PyLong_AsLongLong(args[0]), position = count == 2 ? PyLong_AsLongLong(args[1]) : 0;
-    if (PyErr_Occurred()) return NULL;
+    int64_t stage = PyLong_AsLongLong(args[0]);
+    if (stage == -1 && PyErr_Occurred()) return NULL;
+    int64_t position = count == 2 ? PyLong_AsLongLong(args[1]) : 0;
+    if (position == -1 && PyErr_Occurred()) return NULL;
     *self->stage = stage;
     *self->position = position;
     *self->since = time_of(CLOCK_MONOTONIC);
@@ -94,6 +96,10 @@ static PyObject *recorder_enter(Recorder *self, PyObject *const *args, Py_ssize_
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     PyObject *words;
     Py_ssize_t stage, position, since;
+    if (named != NULL && PyDict_GET_SIZE(named)) {
+        PyErr_SetString(PyExc_TypeError, "Recorder(words, stage, position, since), by position");
+        return NULL;
+    }
     if (!PyArg_ParseTuple(args, "Onnn", &words, &stage, &position, &since)) return NULL;
     Recorder *made = (Recorder *)type->tp_alloc(type, 0);
     if (made == NULL || PyObject_GetBuffer(words, &made->page, PyBUF_WRITABLE) < 0) goto failed;

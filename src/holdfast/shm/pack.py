@@ -4,8 +4,8 @@ The worker packs: the structure becomes a pickle, the *spec*; the bytes of tenso
 (see shm/place.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
 that a kept label does not hold on to its batch; large ones are views, without a copy.
 
-Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec is no
-pickle: it says just that, is made once in the worker, and read once in the trainer.
+Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec
+says just that; it is made once in the worker, and read once in the trainer.
 
 Everything that pickles crosses. Plain dense tensors have a short way of their own; sparse ones go as their parts; other
 kinds (quantized, subclasses, those that require grad) go torch's way, with their storages out of band.
@@ -17,6 +17,7 @@ import struct
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from copyreg import dispatch_table
+from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -94,8 +95,10 @@ _IN_PLACE = pickle.PickleBuffer(bytearray())
 _TABLES = [struct.Struct(f"<{2 * leaves}Q") for leaves in range(32)]
 # Batches of ever new shapes (variable length text) must not fill the memory.
 _MOST_SPECS = 512
-# The first byte of the spec of a flat batch. A pickle begins with 0x80.
+# The first byte of the spec of a flat batch. A pickle of a batch begins with 0x80.
 _FLAT = b"F"
+# A batch of more leaves is not called flat: what is known of it would be large, too.
+_MOST_LEAVES = 64
 
 
 class _Flat(NamedTuple):
@@ -104,10 +107,6 @@ class _Flat(NamedTuple):
     kind: type
     keys: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # each begins with the code of its dtype
-
-
-# What the specs of flat batches say: how each leaf is to be shown. Which process: the trainer.
-_flats: dict[bytes, tuple[type, tuple[str, ...], list[tuple[tuple[int, ...], Any]]]] = {}
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -183,16 +182,14 @@ class Packer:
         keys: tuple[str, ...] = ()
         if kind is torch.Tensor:
             leaves: Any = (content,)
-        elif kind is list or kind is tuple:
-            leaves = content
+        elif kind not in (list, tuple, dict) or len(content) > _MOST_LEAVES:
+            return None
         elif kind is dict:
             leaves, keys = content.values(), tuple(content)
             if not all(type(key) is str for key in keys):
                 return None
         else:
-            return None
-        if len({*map(id, leaves)}) < (len(leaves) or 1):
-            return None  # nothing, or one thing twice, which shall stay one
+            leaves = content
         placed = self._space.placed
         shapes = []
         table: list[int] = []
@@ -207,6 +204,8 @@ class Packer:
                 return None
             shapes.append(shape)
             table += (offset, size)
+        if len({*map(id, leaves)}) < (len(shapes) or 1):
+            return None  # nothing, or one thing twice, which shall stay one
         self._table = table
         return _Flat(kind, keys, tuple(shapes))
 
@@ -313,13 +312,7 @@ def unpack(
 
 
 def _unflattened(spec: bytes, leaves: Iterable[Any]) -> tuple[None, Any]:
-    known = _flats.get(spec)
-    if known is None:
-        flat = _Flat(*pickle.loads(spec[1:]))
-        if len(_flats) >= _MOST_SPECS:
-            _flats.clear()
-        known = _flats[spec] = flat.kind, flat.keys, [(shape[1:], TWINS[shape[0]]) for shape in flat.shapes]
-    kind, keys, looks = known
+    kind, keys, looks = _read_flat(spec)
     array, tensor = np.ndarray, torch.from_numpy
     tensors = [tensor(array(shape, dtype, raw)) for (shape, dtype), raw in zip(looks, leaves, strict=True)]
     if kind is torch.Tensor:
@@ -327,6 +320,13 @@ def _unflattened(spec: bytes, leaves: Iterable[Any]) -> tuple[None, Any]:
     if kind is dict:
         return None, dict(zip(keys, tensors, strict=True))
     return None, tensors if kind is list else tuple(tensors)
+
+
+@lru_cache(_MOST_SPECS)
+def _read_flat(spec: bytes) -> tuple[type, tuple[str, ...], list[tuple[tuple[int, ...], Any]]]:
+    """What is flat, its keys, and how each leaf is to be shown."""
+    kind, keys, shapes = pickle.loads(spec[len(_FLAT) :])
+    return kind, keys, [(shape[1:], TWINS[shape[0]]) for shape in shapes]
 
 
 def _leaves(
