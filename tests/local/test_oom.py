@@ -2,15 +2,14 @@
 
 import pytest
 
-from holdfast.local import oom
-from holdfast.local.cgroups import Group
+from holdfast.local import cgroups, oom
 from holdfast.local.oom import Oom, OomWatch
 
 
 @pytest.fixture
 def counters(monkeypatch):
     kills = {"cgroup": 3, "host": 10}
-    monkeypatch.setattr(oom, "group_of", lambda: Group(oom_kills=kills["cgroup"]))
+    monkeypatch.setattr(cgroups, "oom_kills", lambda: kills["cgroup"])
     monkeypatch.setattr(oom, "host_oom_kills", lambda: kills["host"])
     return kills
 

@@ -151,8 +151,8 @@ class LoaderJob:
         self._seeder = seeds.Seeder()
         pulse.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
-            recipe.worker_init_fn(worker)
-            self._seeder.look_again()
+            with self._seeder.watching():
+                recipe.worker_init_fn(worker)
         if not recipe.iterable:
             self._map = MapFetcher(
                 self._dataset,

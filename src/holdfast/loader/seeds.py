@@ -7,6 +7,8 @@ for each task; before a retry of a sample they are put back to where they were.
 import _random
 import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,12 +37,14 @@ class Seeder:
     """
 
     def __init__(self) -> None:
-        self._before = _prints()
         self._own: list[int | None] = [None, None, None]
 
-    def look_again(self) -> None:
-        """After worker_init_fn: which generators did it touch?"""
-        self._own = [after if after != was else None for was, after in zip(self._before, _prints(), strict=True)]
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around worker_init_fn: which generators does it touch?"""
+        before = _prints()
+        yield
+        self._own = [after if after != was else None for was, after in zip(before, _prints(), strict=True)]
 
     def seed(self, base_seed: int, number: int) -> None:
         """For one task: 8 us."""

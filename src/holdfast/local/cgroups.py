@@ -46,6 +46,11 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group:
     )
 
 
+def oom_kills() -> int | None:
+    """How many processes of this process's groups the kernel has killed for memory."""
+    return _oom_kills(*_levels("self", Path("/"))("memory"))
+
+
 def usable_cpus() -> int:
     """Processors that this process may use: by its affinity, and by the quota of its groups."""
     here = len(os.sched_getaffinity(0))

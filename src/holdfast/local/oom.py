@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from holdfast.local.cgroups import group_of
+from holdfast.local import cgroups
 
 # A kill that the counters show belongs to a death within this time.
 CLAIM_S = 2.0
@@ -38,7 +38,7 @@ class OomWatch:
         self.readable = any(count is not None for count in self._seen.values())
 
     def _read(self) -> dict[str, int | None]:
-        return {"cgroup": group_of().oom_kills, "host": host_oom_kills()}
+        return {"cgroup": cgroups.oom_kills(), "host": host_oom_kills()}
 
     def look(self, now: float) -> None:
         """At times, so that an old kill of somebody else's is not held for a new one."""
