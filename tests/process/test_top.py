@@ -1,5 +1,6 @@
 """`holdfast top` shows loaders and pools that run, from what they write once a second."""
 
+import gc
 import json
 import os
 import signal
@@ -37,6 +38,21 @@ def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(folder,
     (shot,) = json.loads(capsys.readouterr().out)
     assert shot["stats"]["samples"] == 40
     assert shot["running"] is False
+
+
+def test_a_loader_that_only_its_iterator_remembers(tmp_path, monkeypatch, capsys):
+    """`for batch in DataLoader(...)`: the loader itself is gone when the loop begins."""
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path))
+    iterator = iter(DataLoader(Numbers(40), batch_size=4, num_workers=2))
+    gc.collect()
+    next(iterator)
+    assert main(["top", "--json"]) == 0
+    (shot,) = json.loads(capsys.readouterr().out)
+    assert shot["running"] is True
+    assert sum(1 for _ in iterator) == 9
+    assert main(["top", "--json"]) == 0
+    (shot,) = json.loads(capsys.readouterr().out)
+    assert (shot["running"], shot["stats"]["samples"]) == (False, 40)
 
 
 def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):

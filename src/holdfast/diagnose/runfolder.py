@@ -84,9 +84,6 @@ class RunFolder:
         if self._totals_failed or (running and now < self._next_totals):
             return
         self._next_totals = now + TOTALS_S
-        totals = stats()
-        if not totals:
-            return  # the loader is gone, and only its iterator lives
         shot = {
             "kind": self._kind,
             "pid": os.getpid(),
@@ -94,7 +91,7 @@ class RunFolder:
             "at": time.time(),
             "running": running,
             "last_incident": self._last_incident,
-            "stats": totals,
+            "stats": stats(),
         }
         path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
         try:

@@ -10,6 +10,7 @@ from holdfast.diagnose.runfolder import RunFolder
 from holdfast.loader.device import checked
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import WorkerIterator
+from holdfast.loader.totals import totals
 from holdfast.local.cgroups import usable_cpus
 from holdfast.policy import Policy
 
@@ -106,29 +107,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, Any]:
         """Totals over all epochs of this loader."""
-        record, counts = self._record, self._record.counts
-        names = ("batches", "samples", "retries", "restarts", "bad_samples")
-        totals = {name: counts[name] for name in names} | {
-            "waited_s": round(record.waited_s, 3),
-            "ran_s": round(record.ran_s, 3),
-            "workers": self.num_workers,
-            "cpus": usable_cpus(),
-            "per_worker": self._record.workers.figures(),
-            "caches": _caches(self.dataset),
-        }
-        if record.device_ran_s:
-            totals["device_waited_s"] = round(record.device_waited_s, 3)
-            totals["device_ran_s"] = round(record.device_ran_s, 3)
-            totals["device_waited_share"] = round(record.device_waited_s / record.device_ran_s, 4)
-        return totals
+        return totals(self._record, self.num_workers, self.dataset)
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
         return Report(self._record, self.stats())
-
-
-def _caches(dataset: Any) -> dict[str, dict[str, float]]:
-    """The figures of a dataset, and of what it holds, that keeps any: holdfast.CachedDataset, holdfast.FileCache."""
-    held = getattr(dataset, "__dict__", {})
-    found = {type(dataset).__name__: dataset} | {f"{type(part).__name__} {name}": part for name, part in held.items()}
-    return {name: part.figures() for name, part in found.items() if callable(getattr(type(part), "figures", None))}

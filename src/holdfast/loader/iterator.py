@@ -31,6 +31,7 @@ from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.leaves import moved
 from holdfast.loader.orders import Orders
 from holdfast.loader.tell import Teller
+from holdfast.loader.totals import totals
 from holdfast.loader.weigh import large_parts
 from holdfast.local.cgroups import usable_cpus
 from holdfast.local.host import LocalHost
@@ -89,7 +90,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
         self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
-        self._stats = _stats_of(loader)
+        self._stats = partial(totals, record, loader.num_workers, self._dataset)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
         self._reset(loader, first_iter=True)
@@ -404,14 +405,3 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._finalizer()
         for silence in self._host.leftovers():
             self._teller.incident(silence)
-
-
-def _stats_of(loader: Any) -> Callable[[], dict[str, Any]]:
-    """The loader's totals, without keeping it alive."""
-    weak = weakref.ref(loader)
-
-    def stats() -> dict[str, Any]:
-        alive = weak()
-        return {} if alive is None else alive.stats()
-
-    return stats

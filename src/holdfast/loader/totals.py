@@ -1,0 +1,31 @@
+"""Totals: what a loader has done so far, over all its epochs. `loader.stats()`, and what `holdfast top` shows."""
+
+from typing import Any
+
+from holdfast.diagnose.report import Record
+from holdfast.local.cgroups import usable_cpus
+
+
+def totals(record: Record, workers: int, dataset: Any) -> dict[str, Any]:
+    """It does not need the loader, which may be gone: `for batch in DataLoader(...)`."""
+    names = ("batches", "samples", "retries", "restarts", "bad_samples")
+    found = {name: record.counts[name] for name in names} | {
+        "waited_s": round(record.waited_s, 3),
+        "ran_s": round(record.ran_s, 3),
+        "workers": workers,
+        "cpus": usable_cpus(),
+        "per_worker": record.workers.figures(),
+        "caches": _caches(dataset),
+    }
+    if record.device_ran_s:
+        found["device_waited_s"] = round(record.device_waited_s, 3)
+        found["device_ran_s"] = round(record.device_ran_s, 3)
+        found["device_waited_share"] = round(record.device_waited_s / record.device_ran_s, 4)
+    return found
+
+
+def _caches(dataset: Any) -> dict[str, dict[str, float]]:
+    """The figures of a dataset, and of what it holds, that keeps any: holdfast.CachedDataset, holdfast.FileCache."""
+    held = getattr(dataset, "__dict__", {})
+    found = {type(dataset).__name__: dataset} | {f"{type(part).__name__} {name}": part for name, part in held.items()}
+    return {name: part.figures() for name, part in found.items() if callable(getattr(type(part), "figures", None))}
