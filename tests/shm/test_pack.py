@@ -172,6 +172,27 @@ def test_a_flat_batch_of_the_same_shapes_is_packed_by_heart():
         assert torch.equal(again["a"], batch["a"]) and torch.equal(again["b"], batch["b"])
 
 
+def test_a_batch_that_is_one_tensor_of_the_slot_is_written_whole_each_time():
+    """Its table and spec are known after the first time, but may have been written over, or given back."""
+    packer, there = Packer(), memory()
+    space = SlotSpace(there.view, there.address)
+    for value in (1.0, 2.0, 3.0):
+        space.clear()
+        out = space.tensor(torch.float32, (4, 5))
+        out.fill_(value)
+        spec = packer.pack((None, out), space)
+        assert torch.equal(unpack(there.view, *spec, lambda: None)[1], torch.full((4, 5), value))
+        there.view[80:4096] = bytes(4096 - 80)  # all behind the tensor
+    space.clear()
+    out = space.tensor(torch.float32, (4, 5))
+    below = space.tensor(torch.float32, (4, 5)).fill_(5.0)
+    for batch in ((None, [out, below]), ("notes", out), (None, below), (None, out), (None, below)):
+        notes, got = unpack(there.view, *packer.pack(batch, space), lambda: None)
+        assert notes == batch[0]
+        pairs = zip(got, batch[1], strict=True) if isinstance(batch[1], list) else [(got, batch[1])]
+        assert all(torch.equal(here, sent) for here, sent in pairs)
+
+
 FLAT = {
     "a tensor": torch.arange(12.0).view(3, 4),
     "a list": [torch.arange(3), torch.ones(2, 2, dtype=torch.bool)],

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.loader.job import SlotStack
 from holdfast.shm import place
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.place import MOST_MADE, STREAMED, Full, SlotSpace, stack_arrays, stack_tensors
@@ -155,11 +156,55 @@ def test_a_tensor_is_made_once_for_a_place(space):
     assert space.placed[id(first)].offset == 0
 
 
+def collated(space, batch):
+    """As the default collate has it, twice in a slot: into what the last batch left, or anew."""
+    stack = SlotStack()
+    stack.space = space
+    return stack.tensors(batch)
+
+
+NEXT = {
+    "the same again": lambda: samples(6, (3, 40)),
+    "one more": lambda: samples(7, (3, 40)),
+    "another shape": lambda: samples(6, (40, 3)),
+    "another dtype": lambda: samples(6, (3, 40), torch.int32),
+    "one is of another dtype": lambda: [*samples(5, (3, 40)), samples(1, (3, 40), torch.float64)[0]],
+    "the first is": lambda: [samples(1, (3, 40), torch.float64)[0], *samples(5, (3, 40))],
+    "with gaps": lambda: [sample[:, ::2] for sample in samples(6, (3, 80))],
+    "negated": lambda: [torch.full((240,), 1 + 2j).conj().imag.as_strided((3, 40), (40, 1)) for _ in range(6)],
+    "of a graph": lambda: [sample.requires_grad_() * 2 for sample in samples(6, (3, 40))],
+    "a subclass": lambda: [sample.as_subclass(Own) for sample in samples(6, (3, 40))],
+    "a tuple": lambda: tuple(samples(6, (3, 40))),
+}
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_a_batch_that_follows_others(way, space, kind):
+    """What was stacked at this place before is a guess, and no more."""
+    for batch in (samples(6, (3, 40)), NEXT[kind](), samples(6, (3, 40)), NEXT[kind]()):
+        space.clear()
+        first, second = collated(space, batch), collated(space, batch[:3])
+        assert torch.equal(first, torch.stack(batch))
+        assert torch.equal(second, torch.stack(batch[:3]))
+        assert first.dtype == batch[0].dtype  # as torch's own collate has it in a worker
+        assert first.requires_grad == batch[0].requires_grad
+        assert type(first) is type(torch.stack(batch))
+
+
+def test_batches_that_are_alike_are_stacked_into_the_same_tensor(space):
+    first = collated(space, samples(6, (3, 40)))
+    space.clear()
+    assert collated(space, samples(6, (3, 40))) is first
+    assert space.placed[id(first)].offset == 0
+    assert space.end == first.nbytes
+
+
 def test_tensors_of_ever_new_shapes_are_not_kept(space):
     for length in range(1, 5 * MOST_MADE):
         space.clear()
         space.tensor(torch.float32, (length,))
     assert len(space._made) <= MOST_MADE + 1
+    assert len(space._last) <= MOST_MADE + 1
 
 
 def test_too_small(space):

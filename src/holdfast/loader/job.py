@@ -78,6 +78,10 @@ class SlotStack:
                 functions[kind] = ours
 
     def tensors(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        if self.space is not None:
+            out = self.space.stacked(batch)
+            if out is not None:
+                return out
         first = batch[0]
         if first.is_nested or first.layout is not torch.strided:
             return self._torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

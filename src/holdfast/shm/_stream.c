@@ -104,7 +104,7 @@ enum { CPU = 1, COMPLEX = 5 };
 
 static PyTypeObject *tensor_type;
 static int (*describe)(void *, Description *);
-static PyObject *requires_grad;
+static PyObject *requires_grad, *is_neg;
 
 /* learn(type): True when tensors of this type can be described. */
 static PyObject *learn(PyObject *module, PyObject *type) {
@@ -114,7 +114,8 @@ static PyObject *learn(PyObject *module, PyObject *type) {
     int known = exchange != NULL && exchange->major == 1 && exchange->describe != NULL && PyType_Check(type);
     if (known && tensor_type == NULL) {
         requires_grad = PyUnicode_InternFromString("requires_grad");
-        if (requires_grad == NULL) return NULL;
+        is_neg = PyUnicode_InternFromString("is_neg");
+        if (requires_grad == NULL || is_neg == NULL) return NULL;
         Py_INCREF(type);
         tensor_type = (PyTypeObject *)type;
         describe = exchange->describe;
@@ -163,7 +164,7 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     for (int d = 1; d < whole.dimensions; d++) elements *= (size_t)whole.shape[d];
     size_t bits = (size_t)whole.bits * whole.lanes, size = elements * (bits / 8);
     /* A complex tensor may be marked as conjugated. One that is marked as negated comes from such a one's imaginary
-       part, and is not dense, unless it has a single element, or somebody made it so: the caller looks at the first. */
+       part, and is not dense, unless it has a single element, or somebody made it so: the first is asked. */
     if (whole.kind == COMPLEX || bits % 8 || elements < 2) Py_RETURN_FALSE;
     PyObject *held = PySequence_Tuple(samples); /* whatever becomes of the list meanwhile */
     if (held == NULL) return NULL;
@@ -176,6 +177,11 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     for (; whole.shape[0] == count && taken < count; taken++) {
         from[taken] = bytes_of(PyTuple_GET_ITEM(held, taken), &whole);
         if (from[taken] == NULL) break;
+        if (taken == 0) {
+            PyObject *negated = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(held, 0), is_neg);
+            Py_XDECREF(negated); /* True and False live for ever */
+            if (negated != Py_False) break;
+        }
     }
     PyErr_Clear(); /* of one that cannot be described */
     if (taken == count) {

@@ -15,11 +15,11 @@ import io
 import pickle
 import struct
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copyreg import dispatch_table
 from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import cloudpickle
 import numpy as np
@@ -91,12 +91,10 @@ def _array(raw: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...
 # Stands for a leaf whose bytes are in the slot already.
 _IN_PLACE = pickle.PickleBuffer(bytearray())
 
-# Where the leaves lie: (offset, size) of each.
-_TABLES = [struct.Struct(f"<{2 * leaves}Q") for leaves in range(32)]
 # Batches of ever new shapes (variable length text) must not fill the memory.
 _MOST_SPECS = 512
 # The first byte of the spec of a flat batch. A pickle of a batch begins with 0x80.
-_FLAT = b"F"
+_FLAT = ord("F")
 # A batch of more leaves is not called flat: what is known of it would be large, too.
 _MOST_LEAVES = 64
 
@@ -107,6 +105,11 @@ class _Flat(NamedTuple):
     kind: type
     keys: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # each begins with the code of its dtype
+
+
+def _is_clean(batch: object) -> TypeGuard[tuple[None, Any]]:
+    """A batch of the loader that nothing went wrong with: there are no notes on it."""
+    return type(batch) is tuple and len(batch) == 2 and batch[0] is None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -161,11 +164,16 @@ class Packer:
         Raises `Full`, or whatever pickling the batch raises.
         """
         self._space = space
+        placed = space.placed.get(id(batch[1])) if _is_clean(batch) else None
+        if placed is not None and placed.alone is not None:
+            return space.put(memoryview(placed.alone)), 1, len(placed.alone) - 16
         flat = self._flattened(batch)
         spec = self._pickle(batch) if flat is None else self._specs.get(flat) or self._remember(flat)
         table = self._table
-        where = space.put(memoryview(struct.pack(f"<{len(table)}Q", *table) + spec))
-        return where, len(table) // 2, len(spec)
+        written = struct.pack(f"<{len(table)}Q", *table) + spec
+        if placed is not None and flat is not None:
+            placed.alone = written
+        return space.put(memoryview(written)), len(table) // 2, len(spec)
 
     def _pickle(self, batch: object) -> bytes:
         try:
@@ -175,7 +183,7 @@ class Packer:
 
     def _flattened(self, batch: object) -> _Flat | None:
         """What a flat batch is; its leaves are in the space then. None for any other."""
-        if type(batch) is not tuple or len(batch) != 2 or batch[0] is not None:
+        if not _is_clean(batch):
             return None
         content = batch[1]
         kind = type(content)
@@ -196,7 +204,7 @@ class Packer:
         for leaf in leaves:
             there = placed.get(id(leaf))
             if there is not None:
-                shape, offset, size = there
+                shape, offset, size = there.shape, there.offset, there.size
             elif type(leaf) is torch.Tensor and is_plain(leaf) and leaf.is_contiguous() and leaf.dtype in CODES:
                 shape, size = (CODES[leaf.dtype], *leaf.shape), leaf.nbytes
                 offset = self._space.put(_buffer(leaf.numpy()).raw())
@@ -212,7 +220,7 @@ class Packer:
     def _remember(self, flat: _Flat) -> bytes:
         if len(self._specs) >= _MOST_SPECS:
             self._specs.clear()
-        spec = self._specs[flat] = _FLAT + pickle.dumps(tuple(flat), 5)
+        spec = self._specs[flat] = bytes([_FLAT]) + pickle.dumps(tuple(flat), 5)
         return spec
 
     def _dump(self, pickler_class: Any, reducers: Any, batch: object) -> bytes:
@@ -304,29 +312,58 @@ def unpack(
 
     `small`: leaves below that many bytes are copied out.
     """
-    table = (_TABLES[buffers] if buffers < len(_TABLES) else struct.Struct(f"<{2 * buffers}Q")).unpack_from(view, where)
     start = where + 16 * buffers
-    spec = view[start : start + spec_bytes]
-    leaves = _leaves(view, table, lend, small)
-    return _unflattened(bytes(spec), leaves) if spec[:1] == _FLAT else pickle.loads(spec, buffers=leaves)
+    if view[start] == _FLAT:
+        return None, _unflattened(view, *_read_flat(bytes(view[where : start + spec_bytes]), buffers), lend, small)
+    table = struct.unpack_from(f"<{2 * buffers}Q", view, where)
+    return pickle.loads(view[start : start + spec_bytes], buffers=_leaves(view, table, lend, small))
 
 
-def _unflattened(spec: bytes, leaves: Iterable[Any]) -> tuple[None, Any]:
-    kind, keys, looks = _read_flat(spec)
-    array, tensor = np.ndarray, torch.from_numpy
-    tensors = [tensor(array(shape, dtype, raw)) for (shape, dtype), raw in zip(looks, leaves, strict=True)]
-    if kind is torch.Tensor:
-        return None, tensors[0]
-    if kind is dict:
-        return None, dict(zip(keys, tensors, strict=True))
-    return None, tensors if kind is list else tuple(tensors)
+class _Look(NamedTuple):
+    """How a leaf of a flat batch is to be shown."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    start: int
+    size: int
 
 
 @lru_cache(_MOST_SPECS)
-def _read_flat(spec: bytes) -> tuple[type, tuple[str, ...], list[tuple[tuple[int, ...], Any]]]:
-    """What is flat, its keys, and how each leaf is to be shown."""
-    kind, keys, shapes = pickle.loads(spec[len(_FLAT) :])
-    return kind, keys, [(shape[1:], TWINS[shape[0]]) for shape in shapes]
+def _read_flat(written: bytes, leaves: int) -> tuple[type, tuple[str, ...], list[_Look], int]:
+    """From a table and the spec behind it: what is flat, its keys, its leaves, and the size of the largest."""
+    table = struct.unpack_from(f"<{2 * leaves}Q", written)
+    kind, keys, shapes = pickle.loads(memoryview(written)[16 * leaves + 1 :])
+    looks = [
+        _Look(shape[1:], TWINS[shape[0]], start, size)
+        for shape, start, size in zip(shapes, table[::2], table[1::2], strict=True)
+    ]
+    return kind, keys, looks, max(table[1::2])
+
+
+def _unflattened(
+    view: memoryview,
+    kind: type,
+    keys: tuple[str, ...],
+    looks: list[_Look],
+    largest: int,
+    lend: Callable[[], memoryview | None],
+    small: int,
+) -> Any:
+    shared = lend() if largest >= small else None
+    array, tensor = np.ndarray, torch.from_numpy
+    tensors = [
+        tensor(
+            array(shape, dtype, bytearray(view[start : start + size]))
+            if shared is None or size < small
+            else array(shape, dtype, shared, start)
+        )
+        for shape, dtype, start, size in looks
+    ]
+    if kind is torch.Tensor:
+        return tensors[0]
+    if kind is dict:
+        return dict(zip(keys, tensors, strict=True))
+    return tensors if kind is list else tuple(tensors)
 
 
 def _leaves(

@@ -1,0 +1,3 @@
+from typing import Any
+
+def fill(random: Any, seed: int, /) -> None: ...
