@@ -306,6 +306,34 @@ def test_a_stateful_stream_is_not_replayed(tmp_path):
     assert made.count("0") == 1, "it began again from the start"
 
 
+def test_a_stateful_stream_that_shuffles_keeps_its_order(tmp_path):
+    """Its state says how far it is. The order is drawn anew in the new life, by the same seed."""
+
+    class Shuffled(torch.utils.data.IterableDataset):
+        at = 0
+
+        def __iter__(self):
+            return self.walk(torch.randperm(30).tolist())
+
+        def walk(self, order):
+            while self.at < len(order):
+                if self.at == 20 and first_time(str(tmp_path)):
+                    inflict("sigkill")
+                self.at += 1
+                yield order[self.at - 1]
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    loader = DataLoader(Shuffled(), batch_size=2, num_workers=1)
+    got = [x for b in loader for x in b.tolist()]
+    assert sorted(got) == list(range(30)) and got != list(range(30))
+    assert loader.stats()["restarts"] == 1
+
+
 def test_replace_keeps_batch_sizes():
     policy = Policy(bad_sample="replace")
     runs = []

@@ -142,9 +142,6 @@ class LoaderJob:
         self._stack = SlotStack()
         _one_thread()
         seed = recipe.base_seed + worker
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(recipe.base_seed, worker))  # type: ignore[no-untyped-call]
         self._dataset = recipe.dataset
         self._shared_generator = torch.Generator()
         self._seed_datapipe(recipe.shared_seed)
@@ -155,6 +152,9 @@ class LoaderJob:
         self._seeder = seeds.Seeder()
         pulse.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
+            random.seed(seed)  # as torch has it; whatever comes later is seeded by batch
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(torch_worker._generate_state(recipe.base_seed, worker))  # type: ignore[no-untyped-call]
             with self._seeder.watching():
                 recipe.worker_init_fn(worker)
         if not recipe.iterable:

@@ -83,6 +83,7 @@ class StreamFetcher:
         """Bring a new life to where the last one was: `number` batches are done, whose fingerprint is `print_`."""
         if snapshot is not None:
             at, so_far, state = snapshot
+            self._seed(0)  # as when the last life opened it
             self._restore(state)
             self.number, self.print = at, so_far
         while self.number < number and not self._ended:

@@ -14,7 +14,9 @@ from holdfast.core.messages import Cause, Place, Stage
 from holdfast.local import linux
 from holdfast.local.evidence import Evidence, process_limits
 from holdfast.local.life import Life, Scene
+from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import Pulse
+from holdfast.local.room import RoomWatch
 from holdfast.local.spy import Spy
 from holdfast.local.wire import LifeEnded, StartLife
 from holdfast.local.worker import Job, Wiring, Worker
@@ -24,7 +26,11 @@ FORK_PATIENCE_S = 5.0
 
 
 class Orders(NamedTuple):
-    """What a keeper is told at its start; descriptors are its own."""
+    """What a keeper is told at its start; descriptors are its own.
+
+    `oom`, `room`: begun in the trainer. A process that was just forked takes ten times as long for whatever it does
+    first: each page that it touches is copied.
+    """
 
     control: socket.socket
     results: int
@@ -35,8 +41,8 @@ class Orders(NamedTuple):
     trainer_threads: int
     sample_timeout: float | None
     growth_bytes: int | None
-    need: int
-    first: int
+    oom: OomWatch
+    room: RoomWatch
     one_by_one: bool
     fixed: bool
 

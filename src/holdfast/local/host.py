@@ -22,6 +22,7 @@ from holdfast.local.evidence import Evidence
 from holdfast.local.journals import Journals
 from holdfast.local.leash import Leash
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, begin_life, exit_code
+from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, Pulse
 from holdfast.local.room import RoomWatch
 from holdfast.local.vigil import Vigil
@@ -114,8 +115,8 @@ class LocalHost:
             os.getpid(),
             procfs.threads(),
             *self._settings,
-            self.need,
-            self.room.workers,
+            OomWatch(time.monotonic()),
+            RoomWatch(len(self._lifelines), self.need, self.room.workers),
             self._takes_back,
             self._fixed,
         )

@@ -25,7 +25,6 @@ from holdfast.local.cradle import Cradle, Orders
 from holdfast.local.evidence import Evidence, shm_free, worlds
 from holdfast.local.life import Life, Scene
 from holdfast.local.look import Bounds, bounds_of
-from holdfast.local.oom import OomWatch
 from holdfast.local.outbox import Outbox
 from holdfast.local.pulse import LEAVING, PAGE, Pulse
 from holdfast.local.sender import CRASH_SIGNALS, SenderNote
@@ -64,7 +63,7 @@ class Keeper:
         self._parent = os.getppid()
         self._poll = select.poll()
         self._stop_at: float | None = None
-        self._oom = OomWatch(time.monotonic())
+        self._oom = orders.oom
         self._worlds = worlds()
         self._spy = Spy()
         self._lives: dict[int, Life] = {}  # by pid

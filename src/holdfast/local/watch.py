@@ -19,7 +19,6 @@ from holdfast.local.life import Life
 from holdfast.local.marks import Copies, Marks
 from holdfast.local.outbox import Outbox
 from holdfast.local.pulse import ALLOWED, ASKED, BASE, FILES, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
-from holdfast.local.room import RoomWatch
 from holdfast.local.spy import Spy
 from holdfast.local.wire import LifeQuiet, RoomLeft
 
@@ -37,7 +36,7 @@ class Watch:
         self._closer = CloserLook(spy)
         self._last_tick = time.monotonic()
         self._marks = Marks(orders.growth_bytes)
-        self._room = RoomWatch(orders.workers, orders.need, orders.first)
+        self._room = orders.room
         self._own = linux.memory_of()[1]  # what workers inherit
         self._fewest = orders.workers  # workers that ever fitted, as far as the trainer was told
         self.tick_s = self._tick(orders.sample_timeout)
