@@ -334,6 +334,33 @@ def test_a_stateful_stream_that_shuffles_keeps_its_order(tmp_path):
     assert loader.stats()["restarts"] == 1
 
 
+def test_a_state_that_leads_elsewhere_is_an_error_and_no_silence(tmp_path):
+    """It is a generator: its order is drawn when it is asked for its first item, under the seed of another batch. With
+    a snapshot after each batch, too.
+    """
+
+    class Shuffled(torch.utils.data.IterableDataset):
+        at = 0
+
+        def __iter__(self):
+            order = torch.randperm(1000).tolist()
+            while self.at < 12:
+                if self.at == 8 and first_time(str(tmp_path)):
+                    inflict("sigkill")
+                self.at += 1
+                time.sleep(0.55)
+                yield order[self.at - 1]
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    with pytest.raises(Exception, match="other items when it was replayed"):
+        list(DataLoader(Shuffled(), batch_size=2, num_workers=1))
+
+
 def test_replace_keeps_batch_sizes():
     policy = Policy(bad_sample="replace")
     runs = []

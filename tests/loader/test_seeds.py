@@ -42,6 +42,9 @@ def test_both_ways_lead_to_the_same_state(monkeypatch, seed):
 def test_a_python_whose_generators_look_different_is_noticed(monkeypatch):
     monkeypatch.setattr(seeds, "fill", lambda trial, seed: None)
     assert not seeds._knows_its_way()
+    monkeypatch.undo()
+    monkeypatch.setattr(seeds, "_THE_ONE", object())
+    assert not seeds._knows_its_way()
     monkeypatch.setattr(seeds, "_RANDOM", type("Larger", (seeds._RANDOM,), {"__slots__": ("more",)}))
     assert not seeds._knows_its_way()
 

@@ -199,6 +199,15 @@ def test_batches_that_are_alike_are_stacked_into_the_same_tensor(space):
     assert space.end == first.nbytes
 
 
+@pytest.mark.parametrize("nothing", [[], ()])
+def test_no_samples_are_no_batch(way, space, nothing):
+    """Least of all the last one. A function of the user's may ask for that."""
+    collated(space, samples(2, (3, 4)))
+    space.clear()
+    with pytest.raises(IndexError):
+        collated(space, nothing)
+
+
 def test_tensors_of_ever_new_shapes_are_not_kept(space):
     for length in range(1, 5 * MOST_MADE):
         space.clear()

@@ -75,7 +75,9 @@ def _words(seed: int) -> tuple[int, ...]:
 
 def _knows_its_way() -> bool:
     """True when the compiled `fill` finds the words of this Python's generators where it looks for them."""
-    if fill is None or _RANDOM.__basicsize__ != -(-(object.__basicsize__ + 4 * (_WORDS + 1)) // 8) * 8:
+    if fill is None or not isinstance(_THE_ONE, _RANDOM):  # somebody has put another one into its place
+        return False
+    if _RANDOM.__basicsize__ != -(-(object.__basicsize__ + 4 * (_WORDS + 1)) // 8) * 8:
         return False
     trial = _RANDOM(0)
     fill(trial, _FIRST)

@@ -8,6 +8,7 @@ A generator that raised is finished, whatever the policy: what it would have giv
 iterators may go on after an exception.
 """
 
+import copy
 import inspect
 import struct
 import time
@@ -65,6 +66,7 @@ class StreamFetcher:
         self.number = 0  # of the batch that comes next
         self.print = 0  # rolling fingerprint of all items so far
         self._snapshot_at = 0.0
+        self._held: tuple[int, int, Any] | None = None  # the last one, until another batch is done
 
     # The stream ----------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,6 @@ class StreamFetcher:
         """Bring a new life to where the last one was: `number` batches are done, whose fingerprint is `print_`."""
         if snapshot is not None:
             at, so_far, state = snapshot
-            self._seed(0)  # as when the last life opened it
             self._restore(state)
             self.number, self.print = at, so_far
         while self.number < number and not self._ended:
@@ -99,28 +100,34 @@ class StreamFetcher:
             raise StreamBroken(
                 f"the dataset's stream gave other items when it was replayed for batch {number} of this worker: "
                 "its order is not reproducible, so nothing more can be taken from it without loss\n"
-                "    try    seed what shuffles it from torch.initial_seed() or worker_info.seed, or give the "
+                "    try    seed what shuffles it from get_worker_info().seed, or give the "
                 "dataset state_dict() and load_state_dict()"
             )
 
     def _restore(self, state: Any) -> None:
         if hasattr(self._dataset, "load_state_dict"):
             self._dataset.load_state_dict(state)
+            self._seed(0)  # as when the last life opened it
             self._open()
         else:
+            self._seed(0)
             self._open()
             self._items.load_state_dict(state)  # type: ignore[union-attr]
 
     def snapshot(self) -> tuple[int, int, Any] | None:
-        """(batches done, fingerprint, state) of a dataset that knows its state; now and then."""
+        """(batches done, fingerprint, state) of a dataset that knows its state; now and then.
+
+        One batch late: who begins there comes by a batch that is known, so a state that leads elsewhere is noticed.
+        """
+        held, self._held = self._held, None
         owner: Any = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
         if not hasattr(owner, "state_dict") or not hasattr(owner, "load_state_dict"):
             return None
         now = time.monotonic()
-        if now - self._snapshot_at < SNAPSHOT_S:
-            return None
-        self._snapshot_at = now
-        return self.number, self.print, owner.state_dict()
+        if now - self._snapshot_at >= SNAPSHOT_S:
+            self._snapshot_at = now
+            self._held = self.number, self.print, copy.deepcopy(owner.state_dict())
+        return held
 
     # Batches -------------------------------------------------------------------------------------------------------
 

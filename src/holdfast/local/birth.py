@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, reduction, spawn
@@ -25,7 +26,9 @@ from typing import Any
 from holdfast.local import linux, raised
 from holdfast.local.cradle import Orders
 from holdfast.local.keeper import Keeper, note_signals_only
+from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import Pulse
+from holdfast.local.room import RoomWatch
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Job, Reply
 from holdfast.shm.memory import Memory, new_file
@@ -141,13 +144,16 @@ class Cord:
             os.dup2(mine, number)
             os.close(mine)
         control, results, files, pulses = (fd.detach() for fd in fds)
-        self._orders = Orders(
+        orders = Orders(
             socket.socket(fileno=control),
             results,
             socket.socket(fileno=files),
             pulses,
             *rest,
         )
+        # A new interpreter takes seconds, in which others may be killed for memory, and may live in another group.
+        room = RoomWatch(orders.workers, orders.room.need, orders.room.said.workers)
+        self._orders = orders._replace(oom=OomWatch(time.monotonic()), room=room)
 
     def cut(self) -> Orders:
         return self._orders

@@ -168,23 +168,24 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     if (whole.kind == COMPLEX || bits % 8 || elements < 2) Py_RETURN_FALSE;
     PyObject *held = PySequence_Tuple(samples); /* whatever becomes of the list meanwhile */
     if (held == NULL) return NULL;
-    Py_ssize_t count = PyTuple_GET_SIZE(held), taken = 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(held);
     char **from = PyMem_New(char *, count);
     if (from == NULL) {
         Py_DECREF(held);
         return PyErr_NoMemory();
     }
-    for (; whole.shape[0] == count && taken < count; taken++) {
-        from[taken] = bytes_of(PyTuple_GET_ITEM(held, taken), &whole);
-        if (from[taken] == NULL) break;
-        if (taken == 0) {
+    int fits = count > 0 && whole.shape[0] == count;
+    for (Py_ssize_t i = 0; fits && i < count; i++) {
+        from[i] = bytes_of(PyTuple_GET_ITEM(held, i), &whole);
+        fits = from[i] != NULL;
+        if (fits && i == 0) {
             PyObject *negated = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(held, 0), is_neg);
             Py_XDECREF(negated); /* True and False live for ever */
-            if (negated != Py_False) break;
+            fits = negated == Py_False;
         }
     }
     PyErr_Clear(); /* of one that cannot be described */
-    if (taken == count) {
+    if (fits) {
         char *to = whole.data + whole.offset;
         Py_BEGIN_ALLOW_THREADS;
         if (past) {
@@ -197,7 +198,7 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     }
     PyMem_Free(from);
     Py_DECREF(held);
-    return PyBool_FromLong(taken == count);
+    return PyBool_FromLong(fits);
 }
 
 static PyMethodDef methods[] = {
