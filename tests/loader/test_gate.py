@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import pytest
 
 from holdfast.loader.gate import MOST_BEHIND, CudaGate
+from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.slots import Slots, claim, states_of, strides_for
+from holdfast.shm.slots import Slots, states_of, strides_for
 
 from ..conftest import mappings
 
@@ -96,7 +97,9 @@ def made(gate):
 
 
 def claimed(slots):
-    return claim(states_of(slots.memory, COUNT))
+    desk = Desk(slots.memory, STRIDE, COUNT, sparing=False, goes_on=lambda: True)
+    desk.space()
+    return desk.hand_over(0)
 
 
 def is_free(slots, slot):

@@ -2,25 +2,12 @@
 
 import gc
 import os
-import threading
-import time
 
 import pytest
 
+from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.slots import (
-    CLAIMED,
-    FREE,
-    MOMENT_S,
-    SMALLEST_STRIDE,
-    ForkGuard,
-    Slots,
-    claim,
-    claim_again,
-    states_of,
-    stride_for,
-    strides_for,
-)
+from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, stride_for, strides_for
 
 STRIDE = 1 << 21
 
@@ -32,7 +19,8 @@ def slots():
     memory = Memory(fd, size)
     os.close(fd)
     made = Slots(memory, STRIDE, 6, 4)
-    made.take = lambda: (made._reclaim(), claim(states_of(memory, 6)))[1]  # as the worker does, after a next()
+    desk = Desk(memory, STRIDE, 6, sparing=False, goes_on=lambda: True)
+    made.take = lambda: (made._reclaim(), desk.space(), desk.hand_over(0))[2]  # as the worker does, after a next()
     return made
 
 
@@ -124,20 +112,3 @@ def test_strides_fit_the_room(count):
     stride = stride_for(count)
     assert stride >= SMALLEST_STRIDE
     assert stride * count <= 1 << 40
-
-
-def test_a_worker_with_large_batches_waits_for_a_slot_it_has_used_before():
-    """A slot that was never used costs its size for good: one that comes free in a moment is taken instead."""
-    states = memoryview(bytearray([CLAIMED, CLAIMED, FREE, FREE]))
-    free = threading.Timer(0.01, states.__setitem__, (1, FREE))
-    free.start()
-    assert claim_again(states, 2) == 1
-    free.join()
-
-
-def test_a_worker_does_not_wait_for_ever_for_a_used_slot():
-    """Where the trainer takes its time over a batch, the next ones are made meanwhile."""
-    states = memoryview(bytearray([CLAIMED, CLAIMED, FREE]))
-    began = time.monotonic()
-    assert claim_again(states, 2) == 2
-    assert MOMENT_S <= time.monotonic() - began < 20 * MOMENT_S

@@ -122,6 +122,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             need=self._record.need,
             gate=self._gate,
             fixed=self._iterable or self._by_turns,
+            sparing=self._gate is None and not self._adapt and self._num_workers >= usable_cpus(),
         )
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

@@ -28,6 +28,7 @@ from holdfast.local.raised import Raised
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Reply
 from holdfast.policy import Policy
+from holdfast.shm.desk import Desk
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
 from holdfast.shm.place import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
@@ -177,27 +178,28 @@ class LoaderJob:
 
     # Tasks ---------------------------------------------------------------------------------------------------------
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
         asked = pickle.loads(payload)
         try:
             if self._recipe.iterable:
-                return self._stream_batch(asked, space)
+                return self._stream_batch(asked, desk)
             base_seed, number, attempt, *rest = asked
             draw = Draw(*rest)
             self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
-                left = memoryview(bytes(saved))  # the slot is written again
-                draw.journal = Journal(self._packer, space, self._pulse.words, len(draw.indices))
+                left = memoryview(bytes(saved))  # samples may be kept; the letter box is written again
+                draw.journal = Journal(self._packer, desk.space(), self._pulse.words, len(draw.indices))
                 draw.done = draw.journal.restore(left, count)
-            return self._map_batch(draw, base_seed, number, space)
+            return self._map_batch(draw, base_seed, number, desk)
         except Failed as failed:
             failure = failed.to_failure()
         except (CannotSend, StreamBroken) as error:
             failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
+        space = desk.space()
         space.clear()
         return Reply(Kind.ERROR, *self._packer.pack(failure, space), mark=self._mark())
 
-    def _map_batch(self, draw: Draw, base_seed: int, number: int, space: SlotSpace) -> Reply:
+    def _map_batch(self, draw: Draw, base_seed: int, number: int, desk: Desk) -> Reply:
         fetcher = self._map
         assert fetcher is not None
         indices = draw.indices
@@ -205,8 +207,8 @@ class LoaderJob:
         if draw.journal is not None:
             draw.journal.discard()
         if fetcher.left_out(samples, draw, troubles):
-            return self._send((troubles, None), space, samples, indices, len(troubles))
-        self._stack.space = space if self._default_collate else None
+            return self._send((troubles, None), desk, samples, indices, len(troubles))
+        self._stack.space = desk.space() if self._default_collate else None
         try:
             batch = fetcher.collate(samples, indices)
         except Failed as failed:
@@ -215,9 +217,9 @@ class LoaderJob:
         finally:
             self._stack.space = None
         bad = sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
-        return self._send((troubles or None, batch), space, samples, indices, bad)
+        return self._send((troubles or None, batch), desk, samples, indices, bad)
 
-    def _stream_batch(self, asked: Any, space: SlotSpace) -> Reply:
+    def _stream_batch(self, asked: Any, desk: Desk) -> Reply:
         base_seed, epoch, number, size, done, snapshot, shared_seed = asked
         recipe = self._recipe
         if epoch != self._epoch:
@@ -243,13 +245,13 @@ class LoaderJob:
             items, troubles = stream.take(size)
         except StopIteration:
             return Reply(Kind.EXHAUSTED)
-        self._stack.space = space if self._default_collate else None
+        self._stack.space = desk.space() if self._default_collate else None
         try:
             batch = stream.collate(items)
         finally:
             self._stack.space = None
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1)
-        return self._send((notes, batch), space, items, None, len(troubles))
+        return self._send((notes, batch), desk, items, None, len(troubles))
 
     def _stream_seeder(self, base_seed: int) -> Callable[[int], None]:
         """Random numbers of a stream depend on (base seed, worker, batch)."""
@@ -258,7 +260,8 @@ class LoaderJob:
 
     # Sending -------------------------------------------------------------------------------------------------------
 
-    def _send(self, content: Any, space: SlotSpace, samples: Any, indices: Any, bad: int) -> Reply:
+    def _send(self, content: Any, desk: Desk, samples: Any, indices: Any, bad: int) -> Reply:
+        space = desk.space()
         self._pulse.enter(_SEND)
         try:
             where, buffers, spec_bytes = self._packer.pack(content, space)

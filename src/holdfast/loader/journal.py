@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from holdfast.loader import seeds
-from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED
+from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import SlotSpace
 
@@ -28,6 +28,7 @@ class Journal:
         space.room(_ENTRY.size * samples)
         self._open = True
         words[JOURNALLED] = words[JOURNAL_BYTES] = 0
+        words[SLOT] = space.slot
 
     def restore(self, saved: memoryview, count: int) -> list[Any]:
         """The samples that are there already; the generators go on where they were after the last of them."""

@@ -88,7 +88,6 @@ class Answers:
                     worker, life, Parcel(line.slots, slot, None, where, buffers, spec_bytes, True, worker)
                 )
             case Kind.EXHAUSTED:
-                line.slots.put_back(slot)
                 return Exhausted(worker, life, task)
             case Kind.ABANDONED:
                 return None  # its letter box is free already, and it had no slot

@@ -31,6 +31,7 @@ from holdfast.local.pulse import Pulse
 from holdfast.local.room import RoomWatch
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Job, Reply
+from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.place import FileSpace, SlotSpace
@@ -87,7 +88,7 @@ class Package:
         self._job.boot(worker, life, pulse)
         self.run = self._job.run  # type: ignore[method-assign]  # straight on, from now on
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
         raise AssertionError("boot comes first")
 
     def pack_error(self, error: raised.Raised, space: SlotSpace) -> Reply:

@@ -54,7 +54,7 @@ def oom_kills() -> int | None:
 def usable_cpus() -> int:
     """Processors that this process may use: by its affinity, and by the quota of its groups."""
     here = len(os.sched_getaffinity(0))
-    quota = group_of().cpus
+    quota = _cpus(_levels("self", Path("/"))("cpu")[1])
     return max(1, here if quota is None else min(here, math.ceil(quota)))
 
 

@@ -45,6 +45,7 @@ class Orders(NamedTuple):
     room: RoomWatch
     one_by_one: bool
     fixed: bool
+    sparing: bool
 
 
 class Unforked(NamedTuple):
@@ -133,6 +134,7 @@ class Cradle:
                 keeper_pid,
                 self._orders.growth_bytes,
                 self._orders.one_by_one,
+                self._orders.sparing,
             )
             worker = Worker(wiring, self._job, self._pulses[order.worker])
 

@@ -64,13 +64,15 @@ class LocalHost:
         gate: Gate | None = None,
         take_back: bool = False,
         fixed: bool = False,
+        sparing: bool = False,
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
         bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
         sent and not begun may be wanted back; that is one descriptor more per worker. `fixed`: no worker can do the
-        work of another.
+        work of another. `sparing`: see shm/desk.py.
         """
         self._fixed = fixed
+        self._sparing = sparing
         self._takes_back = take_back
         self._gate = gate
         self._busy = busy
@@ -119,6 +121,7 @@ class LocalHost:
             RoomWatch(len(self._lifelines), self.need, self.room.workers),
             self._takes_back,
             self._fixed,
+            self._sparing,
         )
 
     def close(self, grace_s: float = GRACE_S) -> None:

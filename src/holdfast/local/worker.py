@@ -7,6 +7,7 @@ shares no lock with anybody. What a task *is*, the `Job` knows.
 
 import faulthandler
 import os
+import select
 import signal
 import socket
 import time
@@ -27,7 +28,6 @@ from holdfast.local.pulse import (
     LEAVING,
     SIGNALS,
     SINCE,
-    SLOT,
     TASK,
     TASKS,
     Pulse,
@@ -35,14 +35,13 @@ from holdfast.local.pulse import (
 from holdfast.local.sender import CRASH_SIGNALS, note_gil
 from holdfast.local.wire import MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
+from holdfast.shm.desk import NO_SLOT, Desk
 from holdfast.shm.memory import Memory
 from holdfast.shm.place import SlotSpace
-from holdfast.shm.slots import claim, claim_again, slot_view, states_of, strides_for
+from holdfast.shm.slots import slot_view, strides_for
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _IDLE = Stage.IDLE
-# Batches from this size on are worth waiting for a slot that was used before.
-LARGE = 4 << 20
 
 
 class Reply(NamedTuple):
@@ -76,8 +75,8 @@ class Job(Protocol):
     def boot(self, worker: int, life: int, pulse: Pulse) -> None:
         """In the new worker, once; what it raises ends the run."""
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
-        """One task: its payload in, its batch into the slot. Raises `Spent`, and nothing that user code raised.
+    def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
+        """One task: its payload in, its batch into a slot. Raises `Spent`, and nothing that user code raised.
 
         `saved` is what the last life had done of it: `count` samples.
         """
@@ -102,6 +101,7 @@ class Wiring(NamedTuple):
     keeper_pid: int
     growth_bytes: int | None
     one_by_one: bool
+    sparing: bool
 
 
 class Worker:
@@ -112,7 +112,8 @@ class Worker:
         self._job = job
         self._pulse = pulse
         self._memory: Memory
-        self._states: memoryview
+        self._hung_up = select.poll()
+        self._hung_up.register(wiring.tasks, 0)
 
     def run(self) -> None:
         """Boot, then work until the trainer closes the pipe."""
@@ -122,7 +123,6 @@ class Worker:
         wiring = self._wiring
         self._memory = Memory(wiring.memory, strides_for(wiring.slots, wiring.boxes) * wiring.stride)
         os.close(wiring.memory)
-        self._states = states_of(self._memory, wiring.slots)
         if self._boot():
             try:
                 self._loop()
@@ -158,52 +158,48 @@ class Worker:
             captured = raised.capture(error)
             self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
             last = wiring.slots + wiring.boxes
-            reply = self._job.pack_error(captured, self._space(last))
+            space = SlotSpace(*slot_view(self._memory, wiring.stride, last))
+            reply = self._job.pack_error(captured, space)
             self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
             return False
         if wiring.growth_bytes is not None:
             limits.limit_growth(wiring.growth_bytes)
         self._pulse.words[BASE] = max(1, linux.memory_of()[1])
         self._pulse.enter(Stage.IDLE)
-        self._announce(-1, -1, Reply(Kind.BOOTED))
+        self._announce(-1, NO_SLOT, Reply(Kind.BOOTED))
         return True
 
-    def _space(self, slot: int) -> SlotSpace:
-        return SlotSpace(*slot_view(self._memory, self._wiring.stride, slot))
-
     def _loop(self) -> None:
-        enter, words, run, states = self._pulse.enter, self._pulse.words, self._job.run, self._states
+        enter, words, run = self._pulse.enter, self._pulse.words, self._job.run
         view, stride = self._memory.view, self._wiring.stride
-        spaces: dict[int, SlotSpace] = {}
-        large = False
+        desk = Desk(self._memory, stride, self._wiring.slots, sparing=self._wiring.sparing, goes_on=self._goes_on)
         clock = time.monotonic_ns
         # One, where others may be taken back.
         most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
         while data := os.read(self._wiring.tasks, most):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
-                    self._announce(task, -1, Reply(Kind.ABANDONED))
+                    self._announce(task, NO_SLOT, Reply(Kind.ABANDONED))
                     continue
-                slot = claim_again(states, len(spaces)) if large else claim(states)
-                space = spaces.get(slot)
-                if space is None:
-                    space = spaces[slot] = self._space(slot)
-                space.clear()
-                words[TASK], words[SLOT], words[JOURNALLED] = task, slot, 0
-                began = clock()
+                words[TASK], words[JOURNALLED] = task, 0
+                began = clock() - desk.waited_ns
                 letter = box * stride
                 end = letter + size
-                reply = run(view[letter:end], view[end : end + saved], count, space)
+                reply = run(view[letter:end], view[end : end + saved], count, desk)
                 sent = reply.where + reply.spec_bytes
-                large = sent > LARGE
                 words[TASKS] += 1
                 words[BYTES] += sent
-                self._announce(task, slot, reply)
+                self._announce(task, desk.hand_over(sent), reply)
                 enter(_IDLE)
-                words[BUSY_NS] += words[SINCE] - began
+                words[BUSY_NS] += words[SINCE] - desk.waited_ns - began
                 if words[ASKED] and self._must_go():
                     return
         words[LEAVING] = words[ASKED]
+
+    def _goes_on(self) -> bool:
+        """While it waits for a slot. No sample is to blame for that; and it ends when this is the last task."""
+        self._pulse.enter(Stage.SEND)
+        return not self._hung_up.poll(0)
 
     def _must_go(self) -> bool:
         """It was asked to leave. What it was over in the middle of a sample, it may have given back since."""

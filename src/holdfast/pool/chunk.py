@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED
+from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
 from holdfast.local.wire import Kind
 from holdfast.local.worker import Reply
 from holdfast.pool.letter import is_brief
@@ -40,6 +40,7 @@ class Results:
         self._file = -1
         self._end = _BEGUN.size  # of the table
         words[JOURNALLED] = 0
+        words[SLOT] = space.slot
         space.room(_BEGUN.size + _ENTRY.size * items)
         words[JOURNAL_BYTES] = space.end
 

@@ -21,6 +21,7 @@ from holdfast.local.wire import Kind
 from holdfast.local.worker import Reply
 from holdfast.pool.chunk import UNOPENED, Results
 from holdfast.pool.letter import Head, head_of, open_letter
+from holdfast.shm.desk import Desk
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
 from holdfast.shm.place import FileSpace, Full, SlotSpace
@@ -81,20 +82,21 @@ class PoolJob:
                 logging.getLogger("concurrent.futures").critical("Exception in initializer:", exc_info=True)
                 raise
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, space: SlotSpace) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
         head = head_of(payload)
         if head.items:
-            return self._run_chunk(head, payload, space)
+            return self._run_chunk(head, payload, desk.space())
         attempt = head.attempt
         while True:
             self._pulse.words[ALLOWED] = head.allowed_ns
             self._pulse.enter(Stage.FETCH)
             attempt += 1
-            done = self._attempt(head, payload, attempt, space)
+            done = self._attempt(head, payload, attempt, desk)
             if isinstance(done, Reply):
                 return done
             failure, again = done
             if not again or attempt >= head.attempts:
+                space = desk.space()
                 space.clear()
                 return Reply(Kind.ERROR, *self._packer.pack(failure, space))
             self._rest(attempt)
@@ -140,7 +142,7 @@ class PoolJob:
                 error = other
         return Failure(capture(error), Stage.FETCH, attempt), -1
 
-    def _attempt(self, head: Head, payload: memoryview, attempt: int, space: SlotSpace) -> Reply | tuple[Failure, bool]:
+    def _attempt(self, head: Head, payload: memoryview, attempt: int, desk: Desk) -> Reply | tuple[Failure, bool]:
         """The reply; or what went wrong, and whether it is worth another attempt."""
         try:
             fn, args, kwargs = open_letter(head, payload)
@@ -156,7 +158,7 @@ class PoolJob:
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
         try:
-            return Reply(Kind.BATCH, *self._packer.pack(content, space))
+            return Reply(Kind.BATCH, *self._packer.pack(content, desk.space()))
         except Full:
             fd = new_file("result", 0)
             return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)

@@ -74,8 +74,9 @@ class Made(NamedTuple):
 class SlotSpace:
     """A slot, filled from its start. Which process: its worker, in its main thread."""
 
-    def __init__(self, view: memoryview, address: int) -> None:
+    def __init__(self, view: memoryview, address: int, slot: int = 0) -> None:
         self.view = view
+        self.slot = slot
         self._address = address
         self._made: dict[tuple[int, torch.dtype, tuple[int, ...]], Made] = {}
         self._last: dict[int, Made] = {}  # offset -> what was asked for there last

@@ -2,12 +2,11 @@
 
     slot 0 ... count-1 | a letter box per task that may be out | one in which a failing boot speaks, and the states
 
-A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* the lowest free slot
-when it begins a task, so as few as possible are ever touched; only the trainer *frees* one, when nobody looks at it
-any more. Each of the two writes a state byte in one direction only, so no lock is needed. Each life has a file of its
-own: a late write of a dead worker can touch nobody else's bytes, and that is all the generation a slot needs.
+A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* a free slot when it has
+something to put there (shm/desk.py); only the trainer *frees* one, when nobody looks at it any more. Each of the two
+writes a state byte in one direction only, so no lock is needed. Each life has a file of its own: a late write of a dead
+worker can touch nobody else's bytes, and that is all the generation a slot needs.
 
-    claim()             worker, when it begins a task
     take_box()          trainer, before a task is sent; free_box() when its reply is there
     lend(slot)          trainer, when a batch is opened without copying: the bytes, to be kept by tensors
     put_back(slot)      trainer, when nobody looks at the slot
@@ -28,7 +27,6 @@ are registered with it; before they go back to the system, the gate takes that b
 import ctypes
 import os
 import select
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -46,12 +44,6 @@ KEEPABLE = 32
 # shall not do that all the time.
 LOCKED_SURPLUS = 64 << 20
 FREE, CLAIMED = 0, 1
-# One batch is looked at while the next is made: with fewer slots than these a worker would wait for nothing.
-ENOUGH = 2
-# What a worker waits, at most, before it takes a slot that was never used. It happens a few times in a life: when the
-# trainer takes longer than this over a batch, there is time to make the next ones meanwhile.
-MOMENT_S = 0.05
-LOOK_S = 100e-6
 
 
 def strides_for(count: int, busy: int) -> int:
@@ -62,26 +54,6 @@ def strides_for(count: int, busy: int) -> int:
 def states_of(memory: Memory, count: int) -> memoryview:
     """The state bytes: at the very end of the file."""
     return memory.view[memory.size - count :]
-
-
-def claim(states: memoryview) -> int:
-    """The lowest free slot. There always is one: at most `busy` hold tasks, and what is lent has a bound."""
-    slot = bytes(states).index(FREE)
-    states[slot] = CLAIMED
-    return slot
-
-
-def claim_again(states: memoryview, touched: int) -> int:
-    """The same, for large batches: one of the `touched` first slots, if one comes free within a moment.
-
-    A slot that was never used costs its whole size, for good. The trainer looks at one batch while it asks for the
-    next; it will put the first back as soon as it has that.
-    """
-    if touched >= ENOUGH and FREE not in bytes(states[:touched]):
-        give_up = time.monotonic() + MOMENT_S
-        while FREE not in bytes(states[:touched]) and time.monotonic() < give_up:
-            time.sleep(LOOK_S)
-    return claim(states)
 
 
 class Lent(weakref.ref[ctypes.Array[ctypes.c_char]]):

@@ -1,0 +1,92 @@
+"""Desk: a worker's side of its slots. Which process: the worker, in its main thread.
+
+A slot is claimed when there is something to put into it, not when a task begins: samples are loaded while the trainer
+still looks at the last batch. The lowest free one is taken, so as few as possible are ever touched.
+
+A slot that was never used costs its whole size, for good, and one that was used will mostly come free in a moment: the
+trainer puts it back as soon as it has the next batch. So for large batches the worker waits for that moment. It does
+not wait for ever: where the trainer keeps its batches longer, the next ones are made meanwhile.
+"""
+
+import time
+from collections.abc import Callable
+
+from holdfast.shm.memory import Memory
+from holdfast.shm.place import SlotSpace
+from holdfast.shm.slots import CLAIMED, FREE, slot_view, states_of
+
+NO_SLOT = -1
+# Batches from this size on are worth a wait, once there is a slot to look at and one to write;
+LARGE = 4 << 20
+# and from this size on once there is one at all, where the workers are as many as the processors: those that wait leave
+# theirs to others, and one slot for each is one to look at and as many to write as can be written at once.
+HUGE = 16 << 20
+_ANY = 1 << 30
+# To wait about as long as a batch takes to write is to wait for another worker; to wait longer, for the trainer. That
+# may take this share of the worker's time, and at most so much at a stretch; after a wait in vain, half as much.
+_ABOUT, _HANDING_OVER_S = 1.5, 1e-3
+_SHARE = 0.1
+MOMENT_S = 0.2
+_LOOK_S = 100e-6
+
+
+class Desk:
+    """`sparing`: the workers are as many as the processors. `goes_on`: asked while it waits; False ends that."""
+
+    def __init__(self, memory: Memory, stride: int, count: int, *, sparing: bool, goes_on: Callable[[], bool]) -> None:
+        self._memory = memory
+        self._stride = stride
+        self._states = states_of(memory, count)
+        self._sparing = sparing
+        self._goes_on = goes_on
+        self._spaces: dict[int, SlotSpace] = {}
+        self._space: SlotSpace | None = None  # of the present task
+        self._enough = _ANY  # slots that are taken without a wait
+        self._moment = self._patience = MOMENT_S
+        self._asked = self._claimed = 0.0
+        self._fair = 0.0  # seconds that another worker may take over its batch
+        self.waited_ns = 0  # in all
+
+    def space(self) -> SlotSpace:
+        """The slot for the present task; claimed when it is asked for first."""
+        space = self._space
+        if space is None:
+            if len(self._spaces) >= self._enough:
+                self._wait()
+            # There always is one: at most `busy` hold tasks, and what is lent has a bound.
+            slot = bytes(self._states).index(FREE)
+            self._states[slot] = CLAIMED
+            space = self._spaces.get(slot)
+            if space is None:
+                space = self._spaces[slot] = SlotSpace(*slot_view(self._memory, self._stride, slot), slot)
+            space.clear()
+            self._space = space
+            self._claimed = time.monotonic()
+        return space
+
+    def hand_over(self, size: int) -> int:
+        """The task is done, in `size` bytes: its slot, the trainer's from now on; `NO_SLOT` if it needed none."""
+        space, self._space = self._space, None
+        if size <= LARGE:
+            self._enough = _ANY
+        else:
+            self._enough = 1 if self._sparing and size > HUGE else 2
+            fair = _ABOUT * (time.monotonic() - self._claimed) + _HANDING_OVER_S
+            self._fair = min(max(fair, 0.95 * self._fair), MOMENT_S / 4)
+        return NO_SLOT if space is None else space.slot
+
+    def _wait(self) -> None:
+        """For one of the slots that were used before, a moment long."""
+        began = now = time.monotonic()
+        self._patience = min(self._moment, self._patience + _SHARE * (began - self._asked))
+        self._asked = began
+        touched = self._states[: len(self._spaces)]
+        while FREE not in bytes(touched):
+            if now - began > self._fair + self._patience or not self._goes_on():
+                self._moment = self._patience = self._moment / 2
+                break
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+        else:
+            self._patience = max(0.0, self._patience - max(0.0, now - began - self._fair))
+        self.waited_ns += int(1e9 * (now - began))
