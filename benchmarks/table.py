@@ -29,7 +29,7 @@ class Row:
 
 
 # Wide enough for every row, so that a line can be printed as soon as it is known.
-WIDTHS = (26, 12, 12, 9, 16, 10, 7, 0)
+WIDTHS = (27, 12, 12, 9, 16, 10, 7, 0)
 
 
 def line(cells: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def made(gate):
 
 
 def claimed(slots):
-    desk = Desk(slots.memory, STRIDE, COUNT, sparing=False, goes_on=lambda: True)
+    desk = Desk(slots.memory, STRIDE, COUNT, None, lambda: True)
     desk.space()
     return desk.hand_over(0)
 

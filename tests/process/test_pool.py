@@ -14,6 +14,7 @@ import time
 import weakref
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -124,6 +125,14 @@ def test_max_tasks_per_child(pool):
         pids = [mine.submit(calls.pid).result() for _ in range(7)]
         assert len(set(pids[:3])) == len(set(pids[3:6])) == 1
         assert len(set(pids)) == 3
+        assert mine.incidents == ()
+
+
+def test_all_results_can_be_kept_whatever_their_size():
+    """More than may be lent, of a worker that is sent one task at a time: it never runs out of slots."""
+    with Pool(1, max_tasks_per_child=150) as mine:
+        kept = list(mine.map(calls.many_bytes, range(140), repeat(3 << 20), repeat(-1), chunksize=1))
+        assert [int(result[-1]) for result in kept] == list(range(140))
         assert mine.incidents == ()
 
 

@@ -11,12 +11,11 @@ import torch
 
 from holdfast import DataLoader, Policy
 from holdfast.core.messages import Stage
-from holdfast.local.cgroups import usable_cpus
 from holdfast.local.pulse import STAGE, TASK
 from holdfast.shm import desk
 from holdfast.shm.desk import Desk
 
-WORKERS = usable_cpus()
+WORKERS = 2
 # Of four samples 20 MB.
 SIDE = 1 << 20
 
@@ -39,9 +38,15 @@ def note(fd, what, index=0):
         os.write(fd, struct.pack("<iii", os.getpid(), what, index))
 
 
+@pytest.fixture(autouse=True)
+def crowded(monkeypatch):
+    """As many processors as workers."""
+    monkeypatch.setattr("holdfast.loader.iterator.usable_cpus", lambda: WORKERS)
+
+
 @pytest.fixture
 def patient(monkeypatch):
-    """Workers that wait for a slot as long as it takes: nothing else may depend on their giving up."""
+    """Workers that wait for a slot as long as they may: nobody else shall have to wait until they give up."""
     monkeypatch.setattr(desk, "MOMENT_S", 240.0)
 
 
@@ -64,7 +69,7 @@ def test_samples_are_loaded_before_a_slot_is_claimed(monkeypatch):
         return claim(self)
 
     monkeypatch.setattr(Desk, "space", noted)
-    assert firsts(DataLoader(Large(12, writing), batch_size=4, num_workers=2)) == [0, 4, 8]
+    assert firsts(DataLoader(Large(12, writing), batch_size=4, num_workers=WORKERS)) == [0, 4, 8]
     os.close(writing)
     with os.fdopen(reading, "rb") as notes:
         said = list(struct.iter_unpack("<iii", notes.read()))
@@ -82,15 +87,63 @@ def test_where_workers_fill_the_processors_each_has_one_slot(patient):
 
 def test_where_they_do_not_each_has_two(patient, monkeypatch):
     monkeypatch.setattr("holdfast.loader.iterator.usable_cpus", lambda: 99)
-    iterator = iter(DataLoader(Large(4 * 40), batch_size=4, num_workers=2))
+    iterator = iter(DataLoader(Large(4 * 40), batch_size=4, num_workers=WORKERS))
     assert firsts(islice(iterator, 30)) == list(range(0, 120, 4))
     assert max(touched(iterator)) == 2
 
 
-def test_whoever_keeps_all_batches_gets_them_all():
+def test_whoever_keeps_all_batches_gets_them_all(patient):
+    """No worker waits with a batch for which the trainer waits: the slots in its hands will not come back."""
+    began = time.monotonic()
     batches = list(DataLoader(Large(4 * 12), batch_size=4, num_workers=WORKERS))
+    assert time.monotonic() - began < 60
     assert [int(batch[0, 0, 0]) for batch in batches] == list(range(0, 48, 4))
     assert all(bool((sample == 4 * i + j).all()) for i, batch in enumerate(batches) for j, sample in enumerate(batch))
+
+
+class Streams(torch.utils.data.IterableDataset):
+    """The first worker's is long, the other's short."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info().id
+        for i in range(2 if worker else 12):
+            yield torch.full((20 * SIDE,), 100 * worker + i, dtype=torch.uint8)
+
+
+def test_a_stream_that_goes_on_alone_is_not_held_up(patient):
+    batches = [int(batch[0, 0]) for batch in DataLoader(Streams(), batch_size=1, num_workers=WORKERS)]
+    assert batches == [0, 100, 1, 101, *range(2, 12)]
+
+
+def test_an_epoch_that_is_left_does_not_hold_up_the_next(patient):
+    loader = DataLoader(Large(4 * 12), batch_size=4, num_workers=WORKERS, persistent_workers=True)
+    iterator = iter(loader)
+    held = next(iterator)
+    waiting(iterator)
+    assert firsts(loader) == list(range(0, 48, 4))
+    assert bool((held[0] == 0).all())
+
+
+class Small(torch.utils.data.Dataset):
+    """Views are lent from 256 KiB on; these are too small to be waited for."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.full((3 * SIDE,), index, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_never_runs_out_of_slots(workers):
+    """More batches are kept than may be lent, and all the others are on their way."""
+    loader = DataLoader(Small(), batch_size=1, num_workers=workers, policy=Policy(strikes=1))
+    kept = []
+    for batch in loader:
+        kept.append(batch)
+        time.sleep(0.02)  # so all that may be ready is
+    assert [int(batch[0, -1]) for batch in kept] == list(range(60))
+    assert not loader.incidents
 
 
 def waiting(iterator):

@@ -17,7 +17,7 @@ STRIDE, COUNT = 1 << 21, 6
 class Bench:
     """A desk under a clock of its own, and a trainer that puts a slot back when it is told to."""
 
-    def __init__(self, monkeypatch, *, sparing):
+    def __init__(self, monkeypatch, enough):
         size = strides_for(COUNT, 1) * STRIDE
         fd = new_file("test", size)
         self.memory = Memory(fd, size)
@@ -25,9 +25,9 @@ class Bench:
         self.states = states_of(self.memory, COUNT)
         self.now = 1000.0
         self.due = []  # (when, slot)
-        self.goes_on = True
+        self.may_wait = True
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        self.desk = Desk(self.memory, STRIDE, COUNT, sparing=sparing, goes_on=lambda: self.goes_on)
+        self.desk = Desk(self.memory, STRIDE, COUNT, enough, lambda: self.may_wait)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -54,12 +54,12 @@ class Bench:
 
 @pytest.fixture
 def crowded(monkeypatch):
-    return Bench(monkeypatch, sparing=True)
+    return Bench(monkeypatch, 1)
 
 
 @pytest.fixture
 def roomy(monkeypatch):
-    return Bench(monkeypatch, sparing=False)
+    return Bench(monkeypatch, 2)
 
 
 def test_a_task_that_sends_nothing_needs_no_slot(roomy):
@@ -123,11 +123,29 @@ def test_a_trainer_that_always_looks_longer_gets_more_slots(crowded):
     assert sum(max(0.0, waited - 0.004) for waited in waits) < 0.15 * (crowded.now - began)
 
 
-def test_nobody_waits_when_this_is_the_last_batch(crowded):
-    """The trainer has hung up: it looks at the last one, perhaps for good."""
+def test_nobody_waits_when_the_trainer_waits_for_this_very_batch(crowded):
+    """It looks at the last one until it has the next; perhaps for good. And that is no wait in vain."""
     crowded.batch(HUGE + 1)
-    crowded.goes_on = False
+    crowded.may_wait = False
     assert crowded.batch(HUGE + 1) == (1, 0.0)
+    crowded.may_wait = True
+    slot, waited = crowded.batch(HUGE + 1)
+    assert slot == 2 and waited >= MOMENT_S
+
+
+def test_some_never_wait(monkeypatch):
+    """Results of a pool, batches in any order: nobody can tell for which one the trainer waits."""
+    bench = Bench(monkeypatch, None)
+    assert [bench.batch(HUGE + 1) for _ in range(COUNT)] == [(i, 0.0) for i in range(COUNT)]
+
+
+def test_when_every_slot_is_taken_it_waits_for_the_next_that_comes_back(monkeypatch):
+    """Not even then does a worker end: the trainer is about to put one back."""
+    bench = Bench(monkeypatch, None)
+    for i in range(COUNT):
+        bench.batch(10, held=1.0 if i == 3 else None)
+    slot, waited = bench.batch(10)
+    assert slot == 3 and waited > 0.9
 
 
 def test_what_was_waited_is_known(crowded):

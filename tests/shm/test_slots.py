@@ -19,7 +19,7 @@ def slots():
     memory = Memory(fd, size)
     os.close(fd)
     made = Slots(memory, STRIDE, 6, 4)
-    desk = Desk(memory, STRIDE, 6, sparing=False, goes_on=lambda: True)
+    desk = Desk(memory, STRIDE, 6, None, lambda: True)
     made.take = lambda: (made._reclaim(), desk.space(), desk.hand_over(0))[2]  # as the worker does, after a next()
     return made
 
@@ -53,8 +53,9 @@ def test_a_lent_slot_comes_back_when_its_last_view_is_gone(slots):
     assert not slots.lent
 
 
-def test_more_than_may_be_kept_is_not_lent(slots):
-    """Two of six may be kept: the rest is for tasks. The caller copies instead."""
+def test_more_than_may_be_kept_is_not_lent(slots, monkeypatch):
+    """Of six, say, two: the rest is for tasks. The caller copies instead."""
+    monkeypatch.setattr("holdfast.shm.slots.KEEPABLE", 2)
     kept = [slots.lend(slots.take()) for _ in range(2)]
     assert all(k is not None for k in kept)
     assert slots.lend(slots.take()) is None

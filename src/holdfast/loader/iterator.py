@@ -122,8 +122,15 @@ class WorkerIterator(_BaseDataLoaderIter):
             need=self._record.need,
             gate=self._gate,
             fixed=self._iterable or self._by_turns,
-            sparing=self._gate is None and not self._adapt and self._num_workers >= usable_cpus(),
+            enough=self._enough_slots(),
         )
+
+    def _enough_slots(self) -> int | None:
+        """One for each worker where they fill the processors and hand their batches straight over; see shm/desk.py."""
+        if not self._in_order:
+            return None
+        straight = self._gate is None and not self._adapt
+        return 1 if straight and self._num_workers >= max(2, usable_cpus()) else 2
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """A new epoch; with persistent workers, in the processes of the last one."""
@@ -257,6 +264,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
                 raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
+            if self._in_order:
+                self._host.want(self._first_task + supervisor.resolved)
             supervisor.step(left)
             if not ready:
                 self._draw()

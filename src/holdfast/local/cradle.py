@@ -45,7 +45,7 @@ class Orders(NamedTuple):
     room: RoomWatch
     one_by_one: bool
     fixed: bool
-    sparing: bool
+    enough: int | None
 
 
 class Unforked(NamedTuple):
@@ -134,7 +134,7 @@ class Cradle:
                 keeper_pid,
                 self._orders.growth_bytes,
                 self._orders.one_by_one,
-                self._orders.sparing,
+                self._orders.enough,
             )
             worker = Worker(wiring, self._job, self._pulses[order.worker])
 

@@ -23,7 +23,7 @@ from holdfast.local.journals import Journals
 from holdfast.local.leash import Leash
 from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, begin_life, exit_code
 from holdfast.local.oom import OomWatch
-from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, Pulse
+from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, WANTED, Pulse
 from holdfast.local.room import RoomWatch
 from holdfast.local.vigil import Vigil
 from holdfast.local.wire import (
@@ -64,15 +64,15 @@ class LocalHost:
         gate: Gate | None = None,
         take_back: bool = False,
         fixed: bool = False,
-        sparing: bool = False,
+        enough: int | None = None,
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
         bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
         sent and not begun may be wanted back; that is one descriptor more per worker. `fixed`: no worker can do the
-        work of another. `sparing`: see shm/desk.py.
+        work of another. `enough`: slots of a worker, see shm/desk.py.
         """
         self._fixed = fixed
-        self._sparing = sparing
+        self._enough = enough
         self._takes_back = take_back
         self._gate = gate
         self._busy = busy
@@ -121,7 +121,7 @@ class LocalHost:
             RoomWatch(len(self._lifelines), self.need, self.room.workers),
             self._takes_back,
             self._fixed,
-            self._sparing,
+            self._enough,
         )
 
     def close(self, grace_s: float = GRACE_S) -> None:
@@ -269,6 +269,11 @@ class LocalHost:
         for line in self._lifelines:
             if line is not None:
                 line.waiting.clear()
+
+    def want(self, task: int) -> None:
+        """The trainer is about to wait for this one."""
+        for pulse in self.pulses:
+            pulse.words[WANTED] = task
 
     # Facts ---------------------------------------------------------------------------------------------------------
 

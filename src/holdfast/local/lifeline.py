@@ -187,7 +187,8 @@ def begin_life(
     worker: int, life: int, busy: int, gate: Gate | None, journals: Journals, *, take_back: bool
 ) -> tuple[Lifeline, StartLife, list[int]]:
     """The trainer's ends; the order for the keeper, and the descriptors that go with it, to be closed here then."""
-    slots, boxes = busy + KEEPABLE, busy
+    # What the trainer has in hand while it sends the next tasks: one batch, or all of an epoch that was left.
+    slots, boxes = 2 * busy + 1 + KEEPABLE, busy
     tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
     fd, memory, stride = sparse_file(strides_for(slots, boxes))
     crash = new_file("crash", 0)

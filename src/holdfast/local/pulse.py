@@ -1,7 +1,8 @@
 """Pulse: the flight recorder. A page per worker in memory shared by trainer, keeper and worker.
 
 The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
-what it was on. The trainer writes one field: `FLOOR`. The keeper writes what it measures (`MEMORY` to `FILES`), and
+what it was on. The trainer writes `FLOOR`, below which tasks are not wanted any more, and `WANTED`, for which it waits
+right now (or has waited). The keeper writes what it measures (`MEMORY` to `FILES`), and
 both may ask the worker to leave after its batch: `ASKED`. `ALLOWED`: nanoseconds for the task at hand, where each has
 its own; 0 for what holds for all, below 0 for as long as it takes.
 """
@@ -18,8 +19,8 @@ PAGE = 4096
 LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
 SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
 # ASKED, LEAVING: a `Leave`. BASE: private memory when it was ready. MEMORY: what it has grown by since, PEAK at most.
-ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES, ALLOWED = range(15, 24)
-FIELDS = 24
+ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES, ALLOWED, WANTED = range(15, 25)
+FIELDS = 25
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
 # From here on in the page: who sent the last signal, see local/sender.py.

@@ -28,8 +28,10 @@ from holdfast.local.pulse import (
     LEAVING,
     SIGNALS,
     SINCE,
+    STAGE,
     TASK,
     TASKS,
+    WANTED,
     Pulse,
 )
 from holdfast.local.sender import CRASH_SIGNALS, note_gil
@@ -101,7 +103,7 @@ class Wiring(NamedTuple):
     keeper_pid: int
     growth_bytes: int | None
     one_by_one: bool
-    sparing: bool
+    enough: int | None
 
 
 class Worker:
@@ -172,7 +174,7 @@ class Worker:
     def _loop(self) -> None:
         enter, words, run = self._pulse.enter, self._pulse.words, self._job.run
         view, stride = self._memory.view, self._wiring.stride
-        desk = Desk(self._memory, stride, self._wiring.slots, sparing=self._wiring.sparing, goes_on=self._goes_on)
+        desk = Desk(self._memory, stride, self._wiring.slots, self._wiring.enough, self._may_wait)
         clock = time.monotonic_ns
         # One, where others may be taken back.
         most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
@@ -196,10 +198,16 @@ class Worker:
                     return
         words[LEAVING] = words[ASKED]
 
-    def _goes_on(self) -> bool:
-        """While it waits for a slot. No sample is to blame for that; and it ends when this is the last task."""
-        self._pulse.enter(Stage.SEND)
-        return not self._hung_up.poll(0)
+    def _may_wait(self) -> bool:
+        """For a slot: not when the trainer waits for this very task, has left its epoch or will send no other.
+
+        What was loaded is not to blame for the wait; what was not begun stays so.
+        """
+        words = self._pulse.words
+        if words[STAGE] != _IDLE:
+            words[STAGE] = Stage.SEND
+            words[SINCE] = time.monotonic_ns()
+        return max(words[WANTED], words[FLOOR] - 1) < words[TASK] and not self._hung_up.poll(0)
 
     def _must_go(self) -> bool:
         """It was asked to leave. What it was over in the middle of a sample, it may have given back since."""

@@ -4,8 +4,9 @@ A slot is claimed when there is something to put into it, not when a task begins
 still looks at the last batch. The lowest free one is taken, so as few as possible are ever touched.
 
 A slot that was never used costs its whole size, for good, and one that was used will mostly come free in a moment: the
-trainer puts it back as soon as it has the next batch. So for large batches the worker waits for that moment. It does
-not wait for ever: where the trainer keeps its batches longer, the next ones are made meanwhile.
+trainer puts it back as soon as it has the next batch. So for large batches the worker waits for that moment; not when
+the trainer waits for this very batch, and not for ever: where the trainer looks at its batches longer than others take
+to make theirs, the next ones are made meanwhile.
 """
 
 import time
@@ -18,8 +19,8 @@ from holdfast.shm.slots import CLAIMED, FREE, slot_view, states_of
 NO_SLOT = -1
 # Batches from this size on are worth a wait, once there is a slot to look at and one to write;
 LARGE = 4 << 20
-# and from this size on once there is one at all, where the workers are as many as the processors: those that wait leave
-# theirs to others, and one slot for each is one to look at and as many to write as can be written at once.
+# and from this size on once there are `enough`. One is, where workers fill the processors: who waits leaves its own to
+# others, and one slot each is one to look at and as many to write as can be written at once.
 HUGE = 16 << 20
 _ANY = 1 << 30
 # To wait about as long as a batch takes to write is to wait for another worker; to wait longer, for the trainer. That
@@ -31,17 +32,20 @@ _LOOK_S = 100e-6
 
 
 class Desk:
-    """`sparing`: the workers are as many as the processors. `goes_on`: asked while it waits; False ends that."""
+    """`enough`: slots that are taken without a wait, for huge batches; None: never wait. `may_wait`: asked again and
+    again while it does."""
 
-    def __init__(self, memory: Memory, stride: int, count: int, *, sparing: bool, goes_on: Callable[[], bool]) -> None:
+    def __init__(
+        self, memory: Memory, stride: int, count: int, enough: int | None, may_wait: Callable[[], bool]
+    ) -> None:
         self._memory = memory
         self._stride = stride
         self._states = states_of(memory, count)
-        self._sparing = sparing
-        self._goes_on = goes_on
+        self._for_huge = enough
+        self._may_wait = may_wait
         self._spaces: dict[int, SlotSpace] = {}
         self._space: SlotSpace | None = None  # of the present task
-        self._enough = _ANY  # slots that are taken without a wait
+        self._enough = _ANY  # for batches like the last one
         self._moment = self._patience = MOMENT_S
         self._asked = self._claimed = 0.0
         self._fair = 0.0  # seconds that another worker may take over its batch
@@ -53,8 +57,8 @@ class Desk:
         if space is None:
             if len(self._spaces) >= self._enough:
                 self._wait()
-            # There always is one: at most `busy` hold tasks, and what is lent has a bound.
-            slot = bytes(self._states).index(FREE)
+            while (slot := bytes(self._states).find(FREE)) < 0:
+                time.sleep(_LOOK_S)  # what is lent has a bound, and the trainer is at work on the others
             self._states[slot] = CLAIMED
             space = self._spaces.get(slot)
             if space is None:
@@ -67,26 +71,26 @@ class Desk:
     def hand_over(self, size: int) -> int:
         """The task is done, in `size` bytes: its slot, the trainer's from now on; `NO_SLOT` if it needed none."""
         space, self._space = self._space, None
-        if size <= LARGE:
+        if size <= LARGE or self._for_huge is None:
             self._enough = _ANY
         else:
-            self._enough = 1 if self._sparing and size > HUGE else 2
+            self._enough = self._for_huge if size > HUGE else 2
             fair = _ABOUT * (time.monotonic() - self._claimed) + _HANDING_OVER_S
             self._fair = min(max(fair, 0.95 * self._fair), MOMENT_S / 4)
         return NO_SLOT if space is None else space.slot
 
     def _wait(self) -> None:
         """For one of the slots that were used before, a moment long."""
-        began = now = time.monotonic()
+        began, waited = time.monotonic(), 0.0
         self._patience = min(self._moment, self._patience + _SHARE * (began - self._asked))
         self._asked = began
         touched = self._states[: len(self._spaces)]
-        while FREE not in bytes(touched):
-            if now - began > self._fair + self._patience or not self._goes_on():
+        while FREE not in bytes(touched) and self._may_wait():
+            if waited > self._fair + self._patience:
                 self._moment = self._patience = self._moment / 2
                 break
             time.sleep(_LOOK_S)
-            now = time.monotonic()
+            waited = time.monotonic() - began
         else:
-            self._patience = max(0.0, self._patience - max(0.0, now - began - self._fair))
-        self.waited_ns += int(1e9 * (now - began))
+            self._patience = max(0.0, self._patience - max(0.0, waited - self._fair))
+        self.waited_ns += int(1e9 * waited)

@@ -122,7 +122,6 @@ class Slots:
         self._back: deque[int] = deque()
         self.lent: dict[int, Lent] = {}  # what the user looks at, or did a moment ago
         self._came_back = self._returner()
-        self._lendable = count - busy
         self._guards: dict[int, list[ForkGuard]] = {}
         self._used = [0] * count
         self._usual = 0.0  # slowly falling maximum of batch sizes
@@ -147,7 +146,7 @@ class Slots:
 
     def lend(self, slot: int) -> memoryview | None:
         """The slot's bytes, to be looked at by the user; None when too many are lent already: copy them."""
-        if len(self.lent) >= self._lendable:
+        if len(self.lent) >= KEEPABLE:
             return None
         exporter = self._exporter.from_address(self.memory.address + slot * self.stride)
         exporter.slots = self  # type: ignore[attr-defined]  # the mapping lives as long as any view
