@@ -1,5 +1,9 @@
 """Samples stacked into a slot: the same bytes as torch.stack, whatever way they are copied."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -227,3 +231,39 @@ def test_what_torch_refuses_is_refused_at_any_size(side):
     samples = torch.zeros(8, side, side)
     with pytest.raises(TypeError):
         stack_tensors(samples, torch.zeros(8, side, side))
+
+
+@pytest.mark.parametrize("kind", ["tensors", "arrays"])
+@pytest.mark.parametrize(("count", "size"), [(1, 17 << 20), (3, (6 << 20) + 7), (40, 500_003), (4097, 4100)])
+def test_two_threads_write_what_one_would(way, kind, count, size):
+    """Pieces, their remainders and samples smaller than a piece, in whatever order they are taken."""
+    samples = [np.random.default_rng(i).integers(0, 256, size, np.uint8) for i in range(min(count, 7))]
+    batch = [samples[i % len(samples)] for i in range(count)]
+    out = torch.zeros((count, size), dtype=torch.uint8)
+    if kind == "arrays":
+        assert stack_arrays(batch, out, by_two=True)
+    else:
+        stack_tensors([torch.from_numpy(sample) for sample in batch], out, by_two=True)
+    assert np.array_equal(out.numpy(), np.stack(batch))
+
+
+@pytest.mark.parametrize("lack", ["one processor", "no room for a thread"])
+def test_without_help_one_thread_writes_all(lack):
+    """In a process of its own: what it may use cannot be given back."""
+    body = """
+import os, resource, sys, torch
+torch.set_num_threads(1)  # torch itself asks for threads
+from holdfast.shm.place import stack_tensors
+if sys.argv[1] == "one processor":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+else:
+    os.setuid(65534)  # root may have as many as it likes
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+batch = [torch.full((1 << 20,), i, dtype=torch.uint8) for i in range(40)]
+out = torch.zeros(40, 1 << 20, dtype=torch.uint8)
+stack_tensors(batch, out, by_two=True)
+assert torch.equal(out, torch.stack(batch))
+"""
+    if lack != "one processor" and os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    subprocess.run([sys.executable, "-c", body, lack], check=True, timeout=100)

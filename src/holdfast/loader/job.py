@@ -91,7 +91,7 @@ class SlotStack:
         try:
             out = self.space.tensor(first.dtype, (len(batch), *first.shape))
             if out is not None:
-                stack_tensors(batch, out)
+                stack_tensors(batch, out, self.space.by_two)
                 return out
             return torch.stack(batch, 0)
         except (Full, RuntimeError):
@@ -103,7 +103,7 @@ class SlotStack:
         if self.space is not None and dtype is not None and type(first) is np.ndarray:
             try:
                 out = self.space.tensor(dtype, (len(batch), *first.shape))
-                if out is not None and stack_arrays(batch, out):
+                if out is not None and stack_arrays(batch, out, self.space.by_two):
                     return out
             except Full:
                 pass  # the plain way

@@ -6,8 +6,12 @@ this way.
 
 Optional: without a compiler the package installs and works without this module, see shm/place.py. */
 
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -39,18 +43,75 @@ static void copy(char *to, const char *from, size_t size) { memcpy(to, from, siz
 static void settle(void) {}
 #endif
 
-/* copy_all(to, size, sources): `size` bytes of each of the list `sources`, one after the other, to the address `to`.
-   A source is an object with a buffer of that size, or the address of something that the caller knows to be there. */
+/* Samples of `size` bytes side by side, in pieces: whoever has time for the next one takes it. */
+typedef struct {
+    char *to, **from;
+    size_t size, each, pieces, next;
+} Work;
+
+enum { PIECE = 256 << 10 };
+
+static void *copy_pieces(void *of) {
+    Work *work = of;
+    size_t piece;
+    while ((piece = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->pieces) {
+        size_t sample = piece / work->each, start = piece % work->each * PIECE;
+        size_t size = work->size - start < PIECE ? work->size - start : PIECE;
+        copy(work->to + sample * work->size + start, work->from[sample] + start, size);
+    }
+    settle();
+    return NULL;
+}
+
+/* A second thread for it, on another processor than ours. Signals stay the main thread's. False when there is no room
+   for one, or no other processor. */
+static int find_help(Work *work, pthread_t *helper) {
+    cpu_set_t others;
+    int here = sched_getcpu();
+    if (here < 0 || sched_getaffinity(0, sizeof others, &others) < 0) return 0;
+    CPU_CLR(here, &others);
+    if (CPU_COUNT(&others) == 0) return 0;
+    pthread_attr_t small;
+    sigset_t all, before;
+    if (pthread_attr_init(&small) != 0) return 0;
+    pthread_attr_setstacksize(&small, 256 << 10);
+    pthread_attr_setaffinity_np(&small, sizeof others, &others);
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    int found = pthread_create(helper, &small, copy_pieces, work) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&small);
+    return found;
+}
+
+static void copy_past(char *to, char **from, size_t count, size_t size, int by_two) {
+    size_t each = (size + PIECE - 1) / PIECE;
+    Work work = {to, from, size, each, each * count, 0};
+    pthread_t helper;
+    int helped = by_two && find_help(&work, &helper);
+    copy_pieces(&work);
+    if (helped) pthread_join(helper, NULL);
+}
+
+/* copy_all(to, size, sources, by_two): `size` bytes of each of the list `sources`, one after the other, to the address
+   `to`. A source is an object with a buffer of that size, or the address of something that the caller knows to be
+   there. */
 static PyObject *copy_all(PyObject *module, PyObject *args) {
     Py_ssize_t to, size;
+    int by_two;
     PyObject *sources;
-    if (!PyArg_ParseTuple(args, "nnO!", &to, &size, &PyList_Type, &sources)) return NULL;
+    if (!PyArg_ParseTuple(args, "nnO!p", &to, &size, &PyList_Type, &sources, &by_two)) return NULL;
     Py_ssize_t count = PyList_GET_SIZE(sources), taken = 0;
-    Py_buffer *from = PyMem_New(Py_buffer, count);
-    if (from == NULL) return PyErr_NoMemory();
+    Py_buffer *buffers = PyMem_New(Py_buffer, count);
+    char **from = PyMem_New(char *, count);
+    if (buffers == NULL || from == NULL) {
+        PyMem_Free(buffers);
+        PyMem_Free(from);
+        return PyErr_NoMemory();
+    }
     for (; taken < count; taken++) {
         PyObject *source = PyList_GET_ITEM(sources, taken);
-        Py_buffer *buffer = &from[taken];
+        Py_buffer *buffer = &buffers[taken];
         if (PyLong_Check(source)) {
             buffer->obj = NULL; /* nothing to release */
             buffer->len = size;
@@ -66,14 +127,15 @@ static PyObject *copy_all(PyObject *module, PyObject *args) {
             PyErr_SetString(PyExc_RuntimeError, "a source has another size");
             break;
         }
+        from[taken] = buffer->buf;
     }
     if (taken == count) {
         Py_BEGIN_ALLOW_THREADS;
-        for (Py_ssize_t i = 0; i < count; i++) copy((char *)to + i * size, from[i].buf, (size_t)size);
-        settle();
+        copy_past((char *)to, from, (size_t)count, (size_t)size, by_two);
         Py_END_ALLOW_THREADS;
     }
-    for (Py_ssize_t i = 0; i < taken; i++) PyBuffer_Release(&from[i]);
+    for (Py_ssize_t i = 0; i < taken; i++) PyBuffer_Release(&buffers[i]);
+    PyMem_Free(buffers);
     PyMem_Free(from);
     if (taken < count) return NULL;
     Py_RETURN_NONE;
@@ -147,12 +209,12 @@ static char *bytes_of(PyObject *sample, const Description *whole) {
     return wanted == Py_False && one.data != NULL ? one.data + one.offset : NULL;
 }
 
-/* stack(out, samples, past): the tensors of the list or tuple side by side into the tensor `out`, past the cache or
-   not. False, and nothing is done, when they are not all alike, or none can be described. */
+/* stack(out, samples, past): the tensors of the list or tuple side by side into the tensor `out`; past the cache with 1,
+   and by two threads with 2. False, and nothing is done, when they are not all alike, or none can be described. */
 static PyObject *stack(PyObject *module, PyObject *args) {
     PyObject *out, *samples;
     int past;
-    if (!PyArg_ParseTuple(args, "OOp", &out, &samples, &past)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOi", &out, &samples, &past)) return NULL;
     if (!(PyList_Check(samples) || PyTuple_Check(samples)) || Py_TYPE(out) != tensor_type) Py_RETURN_FALSE;
     Description whole;
     if (describe(out, &whole) < 0) {
@@ -188,12 +250,10 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     if (fits) {
         char *to = whole.data + whole.offset;
         Py_BEGIN_ALLOW_THREADS;
-        if (past) {
-            for (Py_ssize_t i = 0; i < count; i++) copy(to + i * size, from[i], size);
-            settle();
-        } else {
+        if (past)
+            copy_past(to, from, (size_t)count, size, past > 1);
+        else
             for (Py_ssize_t i = 0; i < count; i++) memcpy(to + i * size, from[i], size);
-        }
         Py_END_ALLOW_THREADS;
     }
     PyMem_Free(from);
@@ -202,7 +262,7 @@ static PyObject *stack(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"copy_all", copy_all, METH_VARARGS, "copy_all(to, size, sources): see above it."},
+    {"copy_all", copy_all, METH_VARARGS, "copy_all(to, size, sources, by_two): see above it."},
     {"learn", learn, METH_O, "learn(type): see above it."},
     {"stack", stack, METH_VARARGS, "stack(out, samples, past): see above it."},
     {NULL, NULL, 0, NULL},

@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable
 
 from holdfast.shm.memory import Memory
-from holdfast.shm.place import SlotSpace
+from holdfast.shm.place import HUGE, SlotSpace
 from holdfast.shm.slots import CLAIMED, FREE, slot_view, states_of
 
 NO_SLOT = -1
 # Batches from this size on are worth a wait, once there is a slot to look at and one to write;
 LARGE = 4 << 20
-# and from this size on once there are `enough`. One is, where workers fill the processors: who waits leaves its own to
-# others, and one slot each is one to look at and as many to write as can be written at once.
-HUGE = 16 << 20
+# and from HUGE on once there are `enough`. One is, where workers fill the processors: who waits leaves its own to who
+# writes, by two threads.
 _ANY = 1 << 30
 # To wait about as long as a batch takes to write is to wait for another worker; to wait longer, for the trainer. That
 # may take this share of the worker's time, and at most so much at a stretch; after a wait in vain, half as much.
@@ -62,7 +61,8 @@ class Desk:
             self._states[slot] = CLAIMED
             space = self._spaces.get(slot)
             if space is None:
-                space = self._spaces[slot] = SlotSpace(*slot_view(self._memory, self._stride, slot), slot)
+                view, address = slot_view(self._memory, self._stride, slot)
+                space = self._spaces[slot] = SlotSpace(view, address, slot, by_two=self._for_huge == 1)
             space.clear()
             self._space = space
             self._claimed = time.monotonic()

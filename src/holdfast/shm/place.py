@@ -25,6 +25,8 @@ ALIGN = 64
 STREAMED = 1 << 20
 # Samples below this are not: torch takes less to copy one than Python to look at it.
 WORTH_IT = 4 << 10
+# Batches from this size on are written by two threads, if their worker writes while others wait.
+HUGE = 16 << 20
 # Tensors kept for one slot. Batches of ever new shapes (variable length text) must not fill the memory.
 MOST_MADE = 64
 
@@ -64,19 +66,23 @@ class Placed:
 
 
 class Made(NamedTuple):
-    """A tensor in the slot. `past`: its bytes are worth writing past the cache."""
+    """A tensor in the slot. `past`: its bytes are worth writing past the cache (1), and by two threads (2)."""
 
     tensor: torch.Tensor
     placed: Placed
-    past: bool
+    past: int
 
 
 class SlotSpace:
-    """A slot, filled from its start. Which process: its worker, in its main thread."""
+    """A slot, filled from its start. Which process: its worker, in its main thread.
 
-    def __init__(self, view: memoryview, address: int, slot: int = 0) -> None:
+    `by_two`: there is a processor for a second thread, while this worker writes and others wait.
+    """
+
+    def __init__(self, view: memoryview, address: int, slot: int = 0, *, by_two: bool = False) -> None:
         self.view = view
         self.slot = slot
+        self.by_two = by_two
         self._address = address
         self._made: dict[tuple[int, torch.dtype, tuple[int, ...]], Made] = {}
         self._last: dict[int, Made] = {}  # offset -> what was asked for there last
@@ -116,7 +122,7 @@ class SlotSpace:
         made = self._made.get((start, dtype, shape))
         if made is None:
             tensor = torch.from_numpy(np.ndarray(shape, twin, self.view[start : self.end]))
-            past = size >= STREAMED and size // shape[0] >= WORTH_IT
+            past = _past(size, shape[0], self.by_two)
             made = self._made[start, dtype, shape] = Made(tensor, Placed((CODES[dtype], *shape), start, size), past)
         self._last[start] = made
         self.placed[id(made.tensor)] = made.placed
@@ -157,14 +163,20 @@ class FileSpace:
 AnySpace = SlotSpace | FileSpace
 
 
-def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> None:
+def _past(size: int, count: int, by_two: bool) -> int:
+    """How `size` bytes of so many samples are copied; see `Made`."""
+    if size < STREAMED or size // count < WORTH_IT:
+        return 0
+    return 2 if by_two and size > HUGE else 1
+
+
+def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two: bool = False) -> None:
     """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
-    size = out.nbytes // len(samples)
-    large = out.nbytes >= STREAMED and size >= WORTH_IT
+    past = _past(out.nbytes, len(samples), by_two)
     if stack is not None:
-        if stack(out, samples, large):
+        if stack(out, samples, past):
             return
-    elif copy_all is not None and large and isinstance(samples, list | tuple) and _is_simple(samples[0]):
+    elif copy_all is not None and past and isinstance(samples, list | tuple) and _is_simple(samples[0]):
         dtype, shape = out.dtype, out.shape[1:]
         sources: list[object] = []
         for sample in samples:
@@ -174,7 +186,7 @@ def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> No
                 break
             sources.append(sample.data_ptr())
         else:
-            copy_all(out.data_ptr(), size, sources)
+            copy_all(out.data_ptr(), out.nbytes // len(samples), sources, past > 1)
             return
     torch.stack(samples, 0, out=out)
 
@@ -185,17 +197,17 @@ def _is_simple(sample: torch.Tensor) -> bool:
     return not (sample.requires_grad or sample.dtype.is_complex or sample.is_neg())
 
 
-def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor) -> bool:
+def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two: bool = False) -> bool:
     """False when they are not all alike."""
+    past = _past(out.nbytes, len(samples), by_two)
     into = out.numpy()
     dtype, shape = into.dtype, into.shape[1:]
     for sample in samples:
         if type(sample) is not np.ndarray or sample.dtype is not dtype or sample.shape != shape:
             return False
-    size = out.nbytes // len(samples)
-    dense = out.nbytes >= STREAMED and size >= WORTH_IT and all(sample.flags.c_contiguous for sample in samples)
-    if copy_all is not None and dense:
-        copy_all(out.data_ptr(), size, list(samples))  # of tuples, default_collate makes tuples
+    if copy_all is not None and past and all(sample.flags.c_contiguous for sample in samples):
+        size = out.nbytes // len(samples)
+        copy_all(out.data_ptr(), size, list(samples), past > 1)  # of tuples, default_collate makes tuples
         return True
     for place, sample in enumerate(samples):
         into[place] = sample
