@@ -1,6 +1,7 @@
 """Samples stacked into a slot: the same bytes as torch.stack, whatever way they are copied."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -267,3 +268,23 @@ assert torch.equal(out, torch.stack(batch))
     if lack != "one processor" and os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
     subprocess.run([sys.executable, "-c", body, lack], check=True, timeout=100)
+
+
+def test_a_crash_of_either_thread_leaves_the_stack():
+    """A sample may lie in a file that was cut short; now the one thread comes to it, now the other."""
+    body = """
+import faulthandler, os, tempfile, numpy as np, torch
+from holdfast.shm.place import stack_tensors
+faulthandler.enable()
+size = 256 << 10
+with tempfile.NamedTemporaryFile() as file:
+    file.truncate(size)
+    gone = torch.from_numpy(np.memmap(file.name, np.uint8, "r+", shape=(size,)))
+    there = torch.zeros(size, dtype=torch.uint8)
+    os.truncate(file.name, 0)
+    stack_tensors([there] * 79 + [gone], torch.zeros(80, size, dtype=torch.uint8), by_two=True)
+"""
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", body], check=False, capture_output=True, text=True, timeout=100)
+        assert done.returncode == -signal.SIGBUS
+        assert "in stack_tensors" in done.stderr

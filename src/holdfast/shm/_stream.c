@@ -63,8 +63,11 @@ static void *copy_pieces(void *of) {
     return NULL;
 }
 
-/* A second thread for it, on another processor than ours. Signals stay the main thread's. False when there is no room
-   for one, or no other processor. */
+/* A second thread for it, on another processor than ours. Signals stay the main thread's, but for those that a thread
+   brings on itself: a sample may lie in a file that was cut short. False when there is no room for a thread, or no other
+   processor. */
+static const int crashes[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
+
 static int find_help(Work *work, pthread_t *helper) {
     cpu_set_t others;
     int here = sched_getcpu();
@@ -77,6 +80,7 @@ static int find_help(Work *work, pthread_t *helper) {
     pthread_attr_setstacksize(&small, 256 << 10);
     pthread_attr_setaffinity_np(&small, sizeof others, &others);
     sigfillset(&all);
+    for (size_t i = 0; i < sizeof crashes / sizeof *crashes; i++) sigdelset(&all, crashes[i]);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     int found = pthread_create(helper, &small, copy_pieces, work) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
