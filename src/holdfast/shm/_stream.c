@@ -63,11 +63,11 @@ static void *copy_pieces(void *of) {
     return NULL;
 }
 
+static const int crashes[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
+
 /* A second thread for it, on another processor than ours. Signals stay the main thread's, but for those that a thread
    brings on itself: a sample may lie in a file that was cut short. False when there is no room for a thread, or no other
    processor. */
-static const int crashes[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
-
 static int find_help(Work *work, pthread_t *helper) {
     cpu_set_t others;
     int here = sched_getcpu();
