@@ -273,16 +273,16 @@ assert torch.equal(out, torch.stack(batch))
 def test_a_crash_of_either_thread_leaves_the_stack():
     """A sample may lie in a file that was cut short; now the one thread comes to it, now the other."""
     body = """
-import faulthandler, os, tempfile, numpy as np, torch
+import faulthandler, mmap, os, torch
 from holdfast.shm.place import stack_tensors
 faulthandler.enable()
 size = 256 << 10
-with tempfile.NamedTemporaryFile() as file:
-    file.truncate(size)
-    gone = torch.from_numpy(np.memmap(file.name, np.uint8, "r+", shape=(size,)))
-    there = torch.zeros(size, dtype=torch.uint8)
-    os.truncate(file.name, 0)
-    stack_tensors([there] * 79 + [gone], torch.zeros(80, size, dtype=torch.uint8), by_two=True)
+file = os.memfd_create("gone")
+os.truncate(file, size)
+gone = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+there = torch.zeros(size, dtype=torch.uint8)
+os.truncate(file, 0)
+stack_tensors([there] * 79 + [gone], torch.zeros(80, size, dtype=torch.uint8), by_two=True)
 """
     for _ in range(4):
         done = subprocess.run([sys.executable, "-c", body], check=False, capture_output=True, text=True, timeout=100)

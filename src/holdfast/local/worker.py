@@ -1,6 +1,6 @@
 """A worker's whole life: boot, ready, loop, farewell.
 
-It reads tasks from a pipe, does them one after another in its only thread, and announces each when its batch is
+It reads tasks from a pipe, does them one after another in its main thread, and announces each when its batch is
 complete in shared memory; from then on the batch does not need it any more. It knows nothing of other workers and
 shares no lock with anybody. What a task *is*, the `Job` knows.
 """
