@@ -52,7 +52,7 @@ def test_a_sample_that_raised_raises_the_same_again(folder, capsys):
     (incident,) = map(json.loads, file.read_text().splitlines())
     assert incident["finding"] == "sample-raised"
     assert incident["again"]["indices"] == [4, 5, 6]
-    assert main(["repro", str(file)]) == 1
+    assert main(["repro", str(file), "--trust"]) == 1
     said = capsys.readouterr()
     assert loader.incidents[0].says.partition("ValueError: ")[2] in said.err
     assert "failed again" in said.out
@@ -61,7 +61,7 @@ def test_a_sample_that_raised_raises_the_same_again(folder, capsys):
 def test_a_sample_that_ended_its_worker_ends_a_child(folder, capfd):
     run_epoch(Moody(deadly=True))
     (file,) = folder.glob("*.jsonl")
-    assert main(["repro", str(file), "--incident", "0"]) == 1
+    assert main(["repro", str(file), "--incident", "0", "--trust"]) == 1
     said = capfd.readouterr()
     assert "worker-segfault" in said.out and "ended by SIGSEGV" in said.out
     assert "Segmentation fault" in said.err and "test_repro.py" in said.err
@@ -71,7 +71,7 @@ def test_the_dataset_can_be_made_anew(folder, capsys):
     run_epoch(Moody())
     (file,) = folder.glob("*.jsonl")
     file.with_suffix(".dataset").unlink()
-    assert main(["repro", str(file)]) == 2
+    assert main(["repro", str(file)]) == main(["repro", str(file), "--trust"]) == 2
     assert "--dataset module:name" in capsys.readouterr().err
     assert main(["repro", str(file), "--dataset", "tests.process.test_repro:Moody"]) == 1
     assert main(["repro", str(file), "--incident", "7"]) == 2
@@ -98,7 +98,7 @@ def test_indices_keep_their_types_and_those_before_may_fail(folder, capsys):
     assert len(list(loader)) == 2
     (file,) = folder.glob("*.jsonl")
     for number, incident in enumerate(loader.incidents):
-        assert main(["repro", str(file), "--incident", str(number)]) == 1
+        assert main(["repro", str(file), "--incident", str(number), "--trust"]) == 1
         assert incident.says.partition("ValueError: ")[2] in capsys.readouterr().err
 
 

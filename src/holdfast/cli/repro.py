@@ -1,6 +1,9 @@
 """Load the sample of an incident once more, with the same random numbers, in this process or under a debugger.
 
 A sample that ended its worker is loaded in a child: what kills it shall not kill this.
+
+The file may be somebody else's: nothing that it holds is run. What can only be kept as a pickle, the dataset beside it
+and indices that are no literals, is opened with --trust alone.
 """
 
 import argparse
@@ -17,32 +20,37 @@ from typing import Any
 
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
-from holdfast.diagnose.runfolder import from_text
+from holdfast.diagnose.runfolder import from_pickle, from_text
 from holdfast.loader.again import load_again
 from holdfast.local.linux import signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
 
+_TRUST = "opening it may run anything; say --trust if nobody but you could write it"
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="incidents-*.jsonl of a run with HOLDFAST_RUN_DIR=folder")
     parser.add_argument("--incident", type=int, help="its number in the file (the last one with a sample)")
     parser.add_argument("--dataset", metavar="module:name", help="made anew, where it does not lie beside the file")
+    parser.add_argument(
+        "--trust", action="store_true", help="open the pickles of that run: they may run anything, so it must be yours"
+    )
     parser.add_argument("--pdb", action="store_true", help="in the debugger, where the sample raises")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """0: it loads now. 1: it failed again. 2: bad input."""
+    file = Path(chosen.file)
     try:
-        incident = _incident(Path(chosen.file), chosen.incident)
+        incident = _incident(file, chosen.incident)
+        again = _again(incident["again"], chosen.trust)
         with here_on_path():
-            dataset = _dataset(Path(chosen.file), chosen.dataset)
+            dataset = _dataset(file, chosen.dataset, chosen.trust)
     except BadInput as error:
         print(f"holdfast repro: {error}", file=sys.stderr)
         return 2
-    told = incident["again"]
-    again = Again(told["seed"], told["batch"], from_text(told["pickled"]), told["position"])
     print(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
     print(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
     if chosen.pdb:
@@ -55,9 +63,9 @@ def run(chosen: argparse.Namespace) -> int:
 def _incident(file: Path, number: int | None) -> dict[str, Any]:
     try:
         incidents = [json.loads(line) for line in file.read_text().splitlines()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"cannot read {file}: {error}") from error
-    loadable = [i for i in incidents if i.get("again") and i["again"].get("pickled")]
+    loadable = [i for i in incidents if _is_loadable(i)]
     found = [i for i in loadable if number is None or i["number"] == number]
     if not found:
         which = f"no incident {number} with a sample" if number is not None else "no incident with a sample"
@@ -66,10 +74,39 @@ def _incident(file: Path, number: int | None) -> dict[str, Any]:
     return last
 
 
-def _dataset(file: Path, target: str | None) -> Any:
+def _is_loadable(incident: Any) -> bool:
+    """Whoever wrote it: it has the fields of an incident with a sample."""
+    if not isinstance(incident, dict) or not isinstance(again := incident.get("again"), dict):
+        return False
+    texts = [incident.get(name) for name in ("headline", "finding", "says")]
+    numbers = [incident.get("number"), *(again.get(name) for name in ("seed", "batch", "position"))]
+    kept = again.get("literal") or again.get("pickled")
+    return all(isinstance(text, str) for text in (*texts, kept)) and all(isinstance(n, int) for n in numbers)
+
+
+def _again(told: dict[str, Any], trust: bool) -> Again:
+    if told.get("literal"):
+        try:
+            indices = from_text(told["literal"])
+        except ValueError as error:
+            raise BadInput(f"the indices of that incident cannot be read: {error}") from error
+    elif trust:
+        try:
+            indices = from_pickle(told["pickled"])
+        except Exception as error:
+            raise BadInput(f"the indices of that incident cannot be opened here: {error!r}") from error
+    else:
+        raise BadInput(f"the indices of that incident are a pickle: {_TRUST}")
+    return Again(told["seed"], told["batch"], indices, told["position"])
+
+
+def _dataset(file: Path, target: str | None, trust: bool) -> Any:
     if target is not None:
         return make_dataset(target)[0]
     kept = file.with_suffix(".dataset")
+    if not trust:
+        found = f"the dataset in {kept} is a pickle: {_TRUST}" if kept.exists() else f"the dataset is not in {kept}"
+        raise BadInput(f"{found}, or say --dataset module:name")
     try:
         return pickle.loads(kept.read_bytes())
     except OSError as error:

@@ -5,6 +5,7 @@ from its first incident on, its dataset, so that `holdfast repro` can load the s
 file of totals, for `holdfast top`.
 """
 
+import ast
 import base64
 import itertools
 import json
@@ -27,14 +28,61 @@ _numbers = itertools.count()
 
 
 def to_text(indices: tuple[Any, ...]) -> str | None:
-    """Indices as they are, not as JSON knows them: numpy's numbers, tuples, strings."""
+    """Indices as Python writes them, for `from_text`; None when one is of another kind. Numbers of numpy and torch
+    become plain ones."""
+    try:
+        text = repr(_plain(indices))
+        return text if _same(ast.literal_eval(text), _plain(indices)) else None
+    except Exception:
+        return None  # user code, or too deep: such indices are no literals
+
+
+def from_text(text: str) -> tuple[Any, ...]:
+    """Runs nothing, whoever wrote it. Raises ValueError for what is not a tuple of literals."""
+    try:
+        indices = ast.literal_eval(text)
+    except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no literal: {type(error).__name__}") from None
+    if not isinstance(indices, tuple) or not indices:
+        raise ValueError("no tuple of indices")
+    return indices
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in (tuple, list, set):
+        return kind(map(_plain, value))
+    if kind is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if kind.__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and of the same types throughout: a subclass writes itself as its base does."""
+    if type(one) is not type(other) or one != other:
+        return False
+    match one:
+        case tuple() | list():
+            return all(map(_same, one, other))
+        case set():
+            return {(type(item), item) for item in one} == {(type(item), item) for item in other}
+        case dict():
+            return all(map(_same, one.items(), other.items()))
+    return True
+
+
+def to_pickle(indices: tuple[Any, ...]) -> str | None:
+    """Indices that are no literals: whoever opens this must trust who wrote it."""
     try:
         return base64.b64encode(pickle.dumps(indices)).decode()
     except Exception:
         return None  # objects of the user's that do not pickle: such a sample cannot be loaded again
 
 
-def from_text(text: str) -> tuple[Any, ...]:
+def from_pickle(text: str) -> tuple[Any, ...]:
+    """Runs whatever its writer wants."""
     indices: tuple[Any, ...] = pickle.loads(base64.b64decode(text))
     return indices
 
@@ -64,7 +112,9 @@ class RunFolder:
         """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
         again = incident.get("again")
         if again is not None:
-            incident["again"] = {**again, "pickled": to_text(again["indices"])}
+            literal = to_text(again["indices"])
+            pickled = to_pickle(again["indices"]) if literal is None else None
+            incident["again"] = {**again, "literal": literal, "pickled": pickled}
         line = json.dumps({"number": self._count, **incident}, default=repr) + "\n"
         self._last_incident = str(incident.get("headline", ""))
         try:
