@@ -19,6 +19,8 @@ from typing import IO, Any
 
 import cloudpickle
 
+from holdfast.local.private import open_new, open_to_append
+
 log = logging.getLogger("holdfast")
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
@@ -119,7 +121,6 @@ class RunFolder:
         self._last_incident = str(incident.get("headline", ""))
         try:
             if not self._count:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
                 self._write_dataset()
             self._append(line)
         except OSError as error:
@@ -145,16 +146,16 @@ class RunFolder:
         }
         path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".draft")
-            draft.write_text(json.dumps(shot))
+            with open(open_new(draft), "w") as file:
+                json.dump(shot, file)
             draft.replace(path)
         except OSError as error:
             log.warning("totals cannot be kept in %s: %s", path, str(error))
             self._totals_failed = True
 
     def _append(self, line: str) -> None:
-        fd = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_to_append(self.file)
         try:
             os.write(fd, line.encode())
         finally:
@@ -165,7 +166,7 @@ class RunFolder:
             return
         path = self.file.with_suffix(".dataset")
         try:
-            with open(path, "wb") as file:
+            with open(open_new(path), "wb") as file:
                 cloudpickle.dump(self._dataset, _Bounded(file))
         except Exception:  # user code, or too large: a help, not a duty; repro asks for --dataset then
             path.unlink(missing_ok=True)

@@ -13,6 +13,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
+from holdfast.local.private import open_to_append
+
 # Lines of a rank that an error shows, and letters of each.
 KEPT_LINES = 20
 KEPT_LETTERS = 400
@@ -43,9 +45,8 @@ class Output:
         self.files: list[Path | None] = [None] * nprocs
         self._open: list[IO[bytes] | None] = [None] * nprocs
         if log_dir is not None:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
             self.files = [Path(log_dir) / f"rank-{rank}-attempt-{attempt}.log" for rank in range(nprocs)]
-            self._open = [path.open("ab") for path in self.files if path is not None]
+            self._open = [os.fdopen(open_to_append(path), "ab") for path in self.files if path is not None]
         self._notes: dict[int, str] = {}
         self._streams: dict[int, _Stream] = {}
         self._wake, self._waker = os.pipe()
