@@ -20,14 +20,28 @@ came from. The type says what a caller can do, the text says why it happened. Al
 passed to `super().__init__`, so that each error survives pickling. The last two are in launch/errors.py.
 """
 
+import re
 from concurrent.futures.process import BrokenProcessPool
+
+# What a terminal obeys, instead of showing it: control characters (0x80 to 0x9f, too), what turns the direction of
+# writing or cannot be seen, other ends of a line; and halves of characters, which cannot even be printed. Tabs and
+# ends of lines stay, and what joins letters and emoji.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def legible(text: str) -> str:
+    """Text of others for a terminal or a log: what would be obeyed is written as Python writes it, `\\x1b`."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class HoldfastError(Exception):
     """Base of all; `str()` is the whole message, first line first."""
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+        return legible(str(self.args[0])) if self.args else ""
 
 
 class PolicyError(HoldfastError, ValueError):
@@ -143,4 +157,4 @@ class RemoteTraceback(Exception):
         self.text = text
 
     def __str__(self) -> str:
-        return "\n" + self.text
+        return "\n" + legible(self.text)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from holdfast.cli.show import show
 from holdfast.local.linux import signal_name
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ def _work(work: Callable[[Say], Any], told: tuple[type[Exception], ...], to: Con
             to.send(("raised", error))
         status = 0
     except BaseException:
-        traceback.print_exc()
+        show(traceback.format_exc().rstrip(), sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

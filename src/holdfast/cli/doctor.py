@@ -22,11 +22,13 @@ import torch
 import torch.utils.data
 
 from holdfast.cli.apart import Died, Say, apart
+from holdfast.cli.show import show
 from holdfast.diagnose.doctor import Check, check_machine
 from holdfast.diagnose.fitness import Measured, check_dataset, percentile
 from holdfast.diagnose.forecast import Forecast, Setting, forecast, memory_forecast, recommend
 from holdfast.diagnose.libraries import check_process, native_threads, open_files, read_process
 from holdfast.diagnose.machine import Machine, read_machine
+from holdfast.errors import legible
 from holdfast.loader.probe import probe
 
 SCHEMA = 1
@@ -89,10 +91,10 @@ def run(chosen: argparse.Namespace) -> int:
         with here_on_path():
             found = examine(chosen) if chosen.dataset is None else apart(lambda say: examine(chosen, say), (BadInput,))
     except BadInput as error:
-        print(f"holdfast doctor: {error}", file=sys.stderr)
+        show(f"holdfast doctor: {error}", sys.stderr)
         return 2
     except Died as death:
-        print(f"holdfast doctor: {death.doing} ended the process ({death.how})", file=sys.stderr)
+        show(f"holdfast doctor: {death.doing} ended the process ({death.how})", sys.stderr)
         return 2
     if chosen.json:
         print(json.dumps(to_dict(found, chosen.strict), default=repr, indent=2))
@@ -245,18 +247,18 @@ def _progress(name: str) -> Iterator[Any]:
 def _draw(found: Diagnosis, target: str | None) -> None:
     titles = {"machine": "Machine", "libraries": "Libraries", "dataset": f"Dataset {target}"}
     for name, checks in found.groups.items():
-        print(titles[name])
+        show(titles[name])
         for check in checks:
             _draw_check(check)
-        print()
+        show()
     if found.setting is not None:
-        print("To paste")
-        print("\n".join(f"  {line}" for line in found.setting.code.splitlines()))
-        print()
-        print("\n".join(f"  {reason}" for reason in found.setting.reasons))
-        print()
+        show("To paste")
+        show("\n".join(f"  {line}" for line in found.setting.code.splitlines()))
+        show()
+        show("\n".join(f"  {reason}" for reason in found.setting.reasons))
+        show()
     problems, warnings = found.count("problem"), found.count("warning")
-    print(f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}, {found.count('ok')} ok")
+    show(f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}, {found.count('ok')} ok")
 
 
 def _number(count: int, word: str) -> str:
@@ -267,13 +269,13 @@ def _draw_check(check: Check) -> None:
     verdict = check.verdict.ljust(7)
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         verdict = f"\033[{_COLOURS[check.verdict]}m{verdict}\033[0m"
-    print(f"  {verdict}  {check.name.ljust(_NAME_WIDTH)} {check.says}")
+    print(f"  {verdict}  {check.name.ljust(_NAME_WIDTH)} {legible(check.says)}")
     if check.verdict == "ok":
         return
     margin = " " * (2 + 7 + 2 + _NAME_WIDTH + 1)
     for i, fact in enumerate(check.seen):
-        print(f"{margin}{'seen' if i == 0 else '    '}  {fact}")
-    print(f"{margin}try   {check.advice}")
+        show(f"{margin}{'seen' if i == 0 else '    '}  {fact}")
+    show(f"{margin}try   {check.advice}")
 
 
 def to_dict(found: Diagnosis, strict: bool = False) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from holdfast.cli.show import show
 from holdfast.diagnose.explain import KINDS, Explained, explain
 
 WIDTH = 110  # wide enough for a log line, narrow enough for a terminal beside an editor
@@ -49,10 +50,10 @@ def _explain(text: str, as_json: bool) -> int:
         print(json.dumps({"lines": lines, "findings": [asdict(one) for one in found]}, indent=2))
     elif found:
         pages = _pages()
-        print("\n\n".join(_told(one, one.name in pages) for one in found))
+        show("\n\n".join(_told(one, one.name in pages) for one in found))
     else:
-        print(f"nothing known in {lines} lines")
-        print(textwrap.fill("Logs it knows: " + "; ".join(KINDS) + ".", WIDTH))
+        show(f"nothing known in {lines} lines")
+        show(textwrap.fill("Logs it knows: " + "; ".join(KINDS) + ".", WIDTH))
     return 0 if found else 1
 
 
@@ -83,7 +84,7 @@ def _list(as_json: bool) -> int:
         return 0
     width = max(map(len, summaries), default=0)
     for name, summary in summaries.items():
-        print(f"{name:<{width}}  {summary}")
+        show(f"{name:<{width}}  {summary}")
     return 0
 
 
@@ -95,7 +96,10 @@ def _page(name: str, as_json: bool) -> int:
         hint = f"; near it: {', '.join(near)}" if near else "; --list shows all findings"
         return _fail(f"{name!r} is neither a file nor a finding{hint}")
     text = pages[name].read_text(encoding="utf-8")
-    print(json.dumps({"name": name, "page": text}, indent=2) if as_json else text.rstrip())
+    if as_json:
+        print(json.dumps({"name": name, "page": text}, indent=2))
+    else:
+        show(text.rstrip())
     return 0
 
 
@@ -114,5 +118,5 @@ def _summary(page: Traversable) -> str:
 
 
 def _fail(words: str) -> int:
-    print(f"holdfast explain: {words}", file=sys.stderr)
+    show(f"holdfast explain: {words}", sys.stderr)
     return 2

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
+from holdfast.cli.show import show
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.runfolder import from_pickle, from_text
 from holdfast.loader.again import load_again
@@ -49,10 +50,10 @@ def run(chosen: argparse.Namespace) -> int:
         with here_on_path():
             dataset = _dataset(file, chosen.dataset, chosen.trust)
     except BadInput as error:
-        print(f"holdfast repro: {error}", file=sys.stderr)
+        show(f"holdfast repro: {error}", sys.stderr)
         return 2
-    print(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
-    print(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
+    show(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
+    show(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
     if chosen.pdb:
         return _debug(dataset, again)
     if incident["finding"].startswith(_DEADLY):
@@ -120,10 +121,10 @@ def _load(dataset: Any, again: Again) -> int:
     try:
         sample = load_again(dataset, again)
     except Exception:
-        traceback.print_exc()
-        print(f"it failed again, after {time.monotonic() - began:.1f} s")
+        show(traceback.format_exc().rstrip(), sys.stderr)
+        show(f"it failed again, after {time.monotonic() - began:.1f} s")
         return 1
-    print(f"it loads now, in {time.monotonic() - began:.1f} s: {type(sample).__name__}")
+    show(f"it loads now, in {time.monotonic() - began:.1f} s: {type(sample).__name__}")
     return 0
 
 
@@ -133,15 +134,15 @@ def _debug(dataset: Any, again: Again) -> int:
     try:
         load_again(dataset, again)
     except Exception:
-        traceback.print_exc()
+        show(traceback.format_exc().rstrip(), sys.stderr)
         pdb.post_mortem(sys.exc_info()[2])
         return 1
-    print("it loads now")
+    show("it loads now")
     return 0
 
 
 def _in_child(dataset: Any, again: Again) -> int:
-    print("in a child of this process; Ctrl-C shows where it is, and ends it", flush=True)
+    show("in a child of this process; Ctrl-C shows where it is, and ends it")
     pid = os.fork()
     if pid == 0:
         faulthandler.enable()
@@ -162,5 +163,5 @@ def _in_child(dataset: Any, again: Again) -> int:
         _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        print(f"the child was ended by {signal_name(-code)}")
+        show(f"the child was ended by {signal_name(-code)}")
     return int(code != 0)

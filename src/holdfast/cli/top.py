@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.show import show
 from holdfast.diagnose.report import done_by
 from holdfast.errors import HoldfastError
 
@@ -41,9 +42,10 @@ def run(chosen: argparse.Namespace) -> int:
         now = snapshots(folder)
         text = "\n".join(lines_of(now, before, time.time())) or f"no loader or pool has written to {folder} yet"
         if chosen.once:
-            print(text)
+            show(text)
             return 0
-        print(f"{_CLEAR}{text}", flush=True)
+        print(_CLEAR, end="")
+        show(text)
         before = {shot["name"]: shot for shot in now}
         time.sleep(max(0.1, chosen.interval))
 

@@ -15,6 +15,7 @@ from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.native import tells
 from holdfast.diagnose.runfolder import RunFolder
+from holdfast.errors import legible
 from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
 from holdfast.local.pulse import Pulse
@@ -64,12 +65,13 @@ class Incident:
         lines += [f"    try    {self.advice}", f"    more   holdfast explain {self.finding}"]
         if self.stack:
             lines += ["    stack", *(f"      {line}" for line in self.stack.splitlines())]
-        return "\n".join(lines)
+        return legible("\n".join(lines))
 
     @property
     def line(self) -> str:
-        """For the log: everything but the stack."""
-        return f"{self.headline} [{self.finding}] {self.says}; {self.did or 'nothing done'}"
+        """For the log: everything but the stack, in one line."""
+        line = f"{self.headline} [{self.finding}] {self.says}; {self.did or 'nothing done'}"
+        return legible(line).replace("\n", "\\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +345,7 @@ class Report:
             lines.append("  nothing went wrong")
         lines += self._resources()
         lines += [f"  {f.name}: {f.says}; {'; '.join(f.seen)}\n    try    {f.advice}" for f in speed.of_stats(s)]
-        return "\n".join(lines)
+        return legible("\n".join(lines))
 
     def _resources(self) -> list[str]:
         """A line for each worker, and for each cache."""

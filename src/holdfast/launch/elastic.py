@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed.elastic.multiprocessing import errors
 
 from holdfast.diagnose.finding import Case, Finding
+from holdfast.errors import legible
 from holdfast.launch.cause import End, How, how
 from holdfast.launch.tell import ending, finding_of
 from holdfast.launch.witness import Witness
@@ -71,7 +72,7 @@ class ErrorHandler(errors.ErrorHandler):
             "message": {
                 "message": said or f"rank {case.worker} {ending(case)}",
                 "extraInfo": {
-                    "py_callstack": f"{_text(case, finding)}\n{stack}".rstrip(),
+                    "py_callstack": legible(f"{_text(case, finding)}\n{stack}".rstrip()),
                     "timestamp": str(int(at) + (ECHO_S if echo else 0)),
                     "holdfast": {
                         "rank": case.worker,

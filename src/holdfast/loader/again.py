@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from holdfast.diagnose.finding import Again
+from holdfast.errors import legible
 from holdfast.loader.seeds import Seeder
 
 
@@ -15,5 +16,6 @@ def load_again(dataset: Any, again: Again) -> Any:
         try:
             dataset[index]
         except Exception as error:
-            print(f"(index {index!r}, before it, raised {type(error).__name__}: {error})", file=sys.stderr)
+            said = f"(index {index!r}, before it, raised {type(error).__name__}: {error})"
+            print(legible(said), file=sys.stderr)
     return dataset[wanted]

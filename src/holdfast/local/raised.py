@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from holdfast.errors import RemoteTraceback, SampleError
+from holdfast.errors import RemoteTraceback, SampleError, legible
 from holdfast.local.evidence import facts_of
 from holdfast.local.transforms import transform_in
 
@@ -111,7 +111,7 @@ def to_raise(raised: Raised, where: str, index: object, worker: int) -> BaseExce
     error = rebuild(raised)
     cause = RemoteTraceback(raised.traceback)
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        error.add_note(where)
+        error.add_note(legible(where))
         error.__cause__ = cause
         return error
     why = (

@@ -9,7 +9,7 @@ from holdfast.core.messages import Cause, Exited, Lost, Note, Stop
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import Record, incident_of, where
 from holdfast.diagnose.voice import Voice
-from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout
+from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout, legible
 from holdfast.local.raised import Raised, rebuild, to_raise
 from holdfast.policy import Policy
 from holdfast.pool.call import Call
@@ -94,7 +94,7 @@ class Teller(Voice):
         if error is None:
             return to_raise(failure.raised, told, None, worker)
         # As itself whatever it is: it ends nothing before somebody asks the future for it.
-        error.add_note(told)
+        error.add_note(legible(told))
         error.__cause__ = RemoteTraceback(failure.raised.traceback)
         return error
 
