@@ -42,7 +42,7 @@ def test_the_sender_its_parents_and_pythons_own_handler():
     try:
         note.install((signal.SIGUSR2,))
         command = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGUSR2)}); time.sleep(0.5)"
-        with subprocess.Popen([sys.executable, "-c", command]) as other:
+        with subprocess.Popen([sys.executable, "-c", command, "--token", "hunter2"]) as other:
             deadline = time.monotonic() + 20
             while not got and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -53,6 +53,7 @@ def test_the_sender_its_parents_and_pythons_own_handler():
         (first, text), (second, mine), *_ = found.commands
         assert (first, second) == (other.pid, os.getpid())
         assert "os.kill" in text and "pytest" in mine
+        assert text.endswith("--token ***")
         assert not found.from_kernel
         assert note.last(signal.SIGUSR2) is None, "told once"
     finally:

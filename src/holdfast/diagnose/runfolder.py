@@ -2,7 +2,7 @@
 
 HOLDFAST_RUN_DIR names it. Each loader, pool and group of ranks has a file of JSON lines there. A loader has beside it,
 from its first incident on, its dataset, so that `holdfast repro` can load the sample again; loaders and pools have a
-file of totals, for `holdfast top`.
+file of totals, for `holdfast top`. Who may read and write them: see local/private.py.
 """
 
 import ast

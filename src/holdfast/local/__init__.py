@@ -35,5 +35,5 @@ Between them, and below:
 wire         what they say to each other
 pulse        the flight recorder: a shared page per worker
 sender       who sent a signal
-linux, procfs, cgroups, discreet, private
+linux, procfs, cgroups, discreet, secret_patterns, private
 """

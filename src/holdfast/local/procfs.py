@@ -95,6 +95,8 @@ _MOST_PATHS = 3
 _MOST_READ = 256
 # Letters of a command line that are kept; some hold whole scripts. It goes over a socket with the rest.
 _COMMAND = 300
+# Bytes of it that are read: what is hidden becomes shorter.
+_COMMAND_READ = 4096
 # Threads that are named one by one.
 _MOST_THREADS = 64
 # The first pid namespace has this fixed number (PROC_PID_INIT_INO).
@@ -243,10 +245,11 @@ def children(pid: int, most_threads: int | None = None) -> tuple[tuple[int, str]
 def command(pid: int) -> str:
     """Its command line, without secrets; "" for one that has ended."""
     try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            text = file.read(_COMMAND_READ)
     except OSError:
         return ""
-    return mask(text.replace(b"\0", b" ").decode(errors="replace").strip())[:_COMMAND]
+    return mask(text.decode(errors="replace").strip("\0 "))[:_COMMAND]
 
 
 def wait_channel(pid: int) -> str:
