@@ -160,6 +160,18 @@ def process_limits() -> tuple[str, ...]:
     return tuple(found)
 
 
+def descriptor_limits() -> tuple[str, ...]:
+    """What may forbid one more descriptor. Which process: the keeper."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = (f"{linux.descriptors()} descriptors open in the keeper, the limit is {soft} (hard {hard})",)
+    try:
+        with open("/proc/sys/fs/file-nr") as file:
+            now, _, most = file.read().split()
+    except OSError:
+        return facts  # no descriptor for that
+    return (*facts, f"{now} files open on this machine, the limit is {most}")
+
+
 def facts_of(error: BaseException) -> tuple[str, ...]:
     """What there is to know about an exception of running out. Which process: the worker, while it is handled."""
     number = error.errno if isinstance(error, OSError) else None

@@ -19,7 +19,7 @@ import socket
 import time
 
 from holdfast.core.messages import Cause, Leave, Place, Stage
-from holdfast.local import linux, procfs
+from holdfast.local import limits, linux, procfs
 from holdfast.local.cgroups import group_of
 from holdfast.local.cradle import Cradle, Orders
 from holdfast.local.evidence import Evidence, shm_free, worlds
@@ -31,6 +31,8 @@ from holdfast.local.sender import CRASH_SIGNALS, SenderNote
 from holdfast.local.spy import Spy
 from holdfast.local.watch import Watch
 from holdfast.local.wire import (
+    DESCRIPTORS,
+    MOST_BYTES,
     EndLife,
     KeeperSignalled,
     KeeperUp,
@@ -46,6 +48,8 @@ from holdfast.shm.memory import Memory
 # At the end of all, workers that could not start get this long to leave by themselves: what an initializer has logged
 # before it raised is sent by a thread of its process, and takes milliseconds.
 PARTING_S = 1.0
+# Orders that are carried out at a stretch: in between somebody must look after those who live.
+ORDERS_AT_ONCE = 16
 
 
 class Keeper:
@@ -75,6 +79,7 @@ class Keeper:
     def run(self) -> None:
         """Until the trainer says stop, closes the socket, or is gone."""
         self._orders.control.setblocking(False)
+        limits.raise_descriptor_limit()  # each worker takes three
         self._poll.register(self._orders.control, select.POLLIN)
         if self._trainer is not None:
             self._poll.register(self._trainer, select.POLLIN)
@@ -116,9 +121,9 @@ class Keeper:
         self._outbox.say()
 
     def _listen(self) -> None:
-        while True:
+        for _ in range(ORDERS_AT_ONCE):
             try:
-                data, fds, _, _ = socket.recv_fds(self._orders.control, 1 << 16, 8)
+                data, fds, _, _ = socket.recv_fds(self._orders.control, MOST_BYTES, DESCRIPTORS)
             except BlockingIOError:
                 break
             except OSError:

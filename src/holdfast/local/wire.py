@@ -20,6 +20,11 @@ TASK = struct.Struct("<5q")  # task, letter box, payload bytes, journal bytes be
 RECORD = struct.Struct("<10q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 
+# Descriptors that go with a StartLife.
+DESCRIPTORS = 3
+# A message between trainer and keeper is at most so long: the socket takes it whole or not at all.
+MOST_BYTES = 64 << 10
+
 
 class Kind(IntEnum):
     """What a RECORD says."""
