@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from holdfast.local.linux import signal_name
+from holdfast.local.linux import die_with_parent, signal_name
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -30,8 +30,10 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
     ours, theirs = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        die_with_parent(parent)
         ours.close()
         _work(work, told, theirs)
     theirs.close()

@@ -19,7 +19,7 @@ from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.runfolder import from_text
 from holdfast.loader.again import load_again
-from holdfast.local.linux import signal_name
+from holdfast.local.linux import die_with_parent, signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -105,8 +105,10 @@ def _debug(dataset: Any, again: Again) -> int:
 
 def _in_child(dataset: Any, again: Again) -> int:
     print("in a child of this process; Ctrl-C shows where it is, and ends it", flush=True)
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        die_with_parent(parent)
         faulthandler.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.register(signal.SIGUSR1)

@@ -5,7 +5,7 @@ in milliseconds and never forks the trainer's threads, CUDA context or held lock
 are seen while the trainer is busy, without its GIL. It runs no user code.
 
 It must not outlive the trainer. PDEATHSIG would fire on the death of the parent *thread*, so it watches a pidfd of
-the trainer and the end of the control socket instead (and `getppid` where there is no pidfd). Its workers die with
+the trainer and the end of the control socket instead (and /proc where there is no pidfd). Its workers die with
 it: for them it is the only thread of their parent.
 
 Here: its loop, words with the trainer, and deaths. Births are in cradle.py, what it does to the living in watch.py.
@@ -64,7 +64,6 @@ class Keeper:
         self._sender = SenderNote(self._pulse_memory, orders.workers * PAGE, PAGE)  # the last page is the keeper's own
         self._sender.install(linux.NOTED_SIGNALS)
         self._trainer = linux.open_pidfd(orders.trainer_pid)
-        self._parent = os.getppid()
         self._poll = select.poll()
         self._stop_at: float | None = None
         self._oom = orders.oom
@@ -105,8 +104,8 @@ class Keeper:
         self._kill_all()
 
     def _over(self) -> bool:
-        if self._trainer is None and os.getppid() != self._parent:
-            return True
+        if self._trainer is None and linux.process_state(self._orders.trainer_pid) in ("", "Z"):
+            return True  # perhaps it was gone before there could be a pidfd
         if self._stop_at is None:
             return False
         return not self._lives or time.monotonic() >= self._stop_at
