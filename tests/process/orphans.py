@@ -1,7 +1,7 @@
 """Whoever forks is killed at that moment; run as a script: orphans.py NAME FOLDER
 
-In a process of its own, since hooks of a fork stay. In FOLDER it leaves `born`: the process that was being born; `runs`:
-who ran; and `holder`, see below.
+In a process of its own, since hooks of a fork stay. In FOLDER it leaves `born`, the process that was being made; in
+`runs`, who ran; and `holder`, see below.
 """
 
 import ctypes
