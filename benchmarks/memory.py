@@ -63,7 +63,7 @@ def peak_memory(load: Load = LARGE_IMAGES) -> Row:
 
 def peak_of(kind: str, load: Load) -> Peak:
     """The peak of one run; this process is the sampler."""
-    command = [sys.executable, __file__, kind, load.name]
+    command = [sys.executable, __file__, kind, load.name, str(os.getpid())]
     with control_group() as group:
         if group is not None:
             command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
@@ -169,10 +169,10 @@ def train(kind: str, load: Load) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if len(sys.argv) == 4:
         from holdfast.local.linux import die_with_parent
 
-        die_with_parent(os.getppid())  # whatever ends the benchmark ends this
+        die_with_parent(int(sys.argv[3]))  # whatever ends the benchmark ends this
         train(sys.argv[1], next(load for load in LOADS if load.name == sys.argv[2]))
     else:
         import table

@@ -41,7 +41,8 @@ BARE, SUPERVISED = ("bare", "bare too"), ("supervised", "supervised too")
 
 def supervision_cost(load: Load) -> Row:
     """One row, measured in an interpreter of its own: parts of the library are replaced there."""
-    done = subprocess.run([sys.executable, __file__, load.name], stdout=subprocess.PIPE, timeout=PATIENCE_S, check=True)
+    command = [sys.executable, __file__, load.name, str(os.getpid())]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE_S, check=True)
     costs: dict[str, list[float]] = json.loads(done.stdout)
     extra = shares(costs, SUPERVISED, BARE)
     control = [abs(share) for pair in (BARE, SUPERVISED) for share in shares(costs, pair[:1], pair[1:])]
@@ -167,6 +168,6 @@ def _clock_of(pid: int) -> int:
 if __name__ == "__main__":
     from holdfast.local.linux import die_with_parent
 
-    die_with_parent(os.getppid())  # whatever ends the benchmark ends this
+    die_with_parent(int(sys.argv[2]))  # whatever ends the benchmark ends this
     (wanted,) = (load for load in LOADS if load.name == sys.argv[1])
     json.dump(measure(wanted), sys.stdout)

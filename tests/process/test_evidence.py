@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
 
+from .crowded import Crowd, wait_for_one
+
 KEPT = []
 
 
@@ -108,3 +110,16 @@ def test_what_it_was_allowed_is_known_of_a_worker_that_never_was_ready():
     evidence = loader.incidents[0].evidence
     assert evidence.bounds.processors == tuple(sorted(os.sched_getaffinity(0)))
     assert evidence.bounds.soft("RLIMIT_NOFILE") > 0
+
+
+@pytest.mark.parametrize("children", [450, 900])
+def test_a_worker_with_hundreds_of_children_is_told_of_like_any_other(children):
+    """Evidence of them all would fill more than a message: some are named, and the message arrives."""
+    policy = Policy(bad_sample="skip", strikes=1, sample_timeout=2)
+    loader = DataLoader(Crowd(children, wait_for_one), batch_size=1, num_workers=1, policy=policy)
+    assert [index for batch in loader for index in batch.tolist()] == [0, 2, 3]
+    (incident,) = loader.incidents
+    assert incident.finding == "hang-child"
+    assert "sh -c read line" in str(incident)
+    assert len(incident.evidence.view.children) >= 16
+    assert "in wait_for_one" in str(incident)

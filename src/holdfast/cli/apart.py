@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from holdfast.cli.show import show
-from holdfast.local.linux import signal_name
+from holdfast.local.linux import die_with_parent, signal_name
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -31,8 +31,10 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
     ours, theirs = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        die_with_parent(parent)
         ours.close()
         _work(work, told, theirs)
     theirs.close()

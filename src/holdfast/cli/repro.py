@@ -23,7 +23,7 @@ from holdfast.cli.show import show
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.runfolder import from_pickle, from_text
 from holdfast.loader.again import load_again
-from holdfast.local.linux import signal_name
+from holdfast.local.linux import die_with_parent, signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -143,8 +143,10 @@ def _debug(dataset: Any, again: Again) -> int:
 
 def _in_child(dataset: Any, again: Again) -> int:
     show("in a child of this process; Ctrl-C shows where it is, and ends it")
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        die_with_parent(parent)
         faulthandler.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.register(signal.SIGUSR1)

@@ -1,8 +1,10 @@
 """The birth of workers: the keeper forks them, and waits a while where the system has no process to give."""
 
+import errno
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import time
@@ -12,17 +14,19 @@ from typing import Any, NamedTuple
 
 from holdfast.core.messages import Cause, Place, Stage
 from holdfast.local import linux
-from holdfast.local.evidence import Evidence, process_limits
+from holdfast.local.evidence import Evidence, descriptor_limits, process_limits
 from holdfast.local.life import Life, Scene
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import Pulse
 from holdfast.local.room import RoomWatch
 from holdfast.local.spy import Spy
-from holdfast.local.wire import LifeEnded, StartLife
+from holdfast.local.wire import DESCRIPTORS, LifeEnded, StartLife
 from holdfast.local.worker import Job, Wiring, Worker
 
 # EAGAIN from fork passes when other processes end; this long it is tried again.
 FORK_PATIENCE_S = 5.0
+# Descriptors that the keeper keeps free for itself: for a worker's pidfd, and for what it reads of those who live.
+SPARE = 8
 
 
 class Orders(NamedTuple):
@@ -83,6 +87,11 @@ class Cradle:
         now = time.monotonic()
         pulse = self._pulses[order.worker]
         pulse.begin_life(order.life)
+        refused = self._refused_descriptors(fds)
+        if refused:
+            _close(fds)
+            return _never_born(order, now, refused)
+        keeper_pid = os.getpid()
         # Signals wait until the child has its own handlers: it inherits ours.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
         try:
@@ -97,7 +106,7 @@ class Cradle:
             _close(fds)
             return _never_born(order, now, error.errno or 0)
         if pid == 0:
-            self._be_worker(order, fds, before)
+            self._be_worker(order, fds, before, keeper_pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         tasks, memory, crash = fds
         os.close(tasks)
@@ -113,11 +122,21 @@ class Cradle:
                 return _never_born(order, time.monotonic(), 0)._replace(cause=Cause.ASKED)
         return None
 
-    def _be_worker(self, order: StartLife, fds: list[int], mask: Any) -> None:
+    def _refused_descriptors(self, fds: list[int]) -> int:
+        """0 where all is well. Else the errno: the kernel drops what the keeper has no room for, and says nothing."""
+        if len(fds) == DESCRIPTORS and max(fds) + SPARE < resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            return 0  # (the kernel gives the lowest numbers that are free)
+        try:
+            os.close(os.dup(self._orders.results))
+        except OSError as error:
+            return error.errno or errno.EMFILE
+        return errno.EMFILE
+
+    def _be_worker(self, order: StartLife, fds: list[int], mask: Any, keeper_pid: int) -> None:
         """Never returns. The bootstrap of multiprocessing gives user code the process it knows from torch."""
-        keeper_pid = os.getppid()
         status = 1
         try:
+            linux.die_with_parent(keeper_pid)
             self._close_keepers()
             if self._spy.path is not None:
                 self._spy.close_in_child()
@@ -131,7 +150,6 @@ class Cradle:
                 self._orders.files,
                 memory,
                 crash,
-                keeper_pid,
                 self._orders.growth_bytes,
                 self._orders.one_by_one,
                 self._orders.enough,
@@ -170,5 +188,6 @@ def _close(fds: Iterable[int]) -> None:
 
 def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
     place = Place(-1, 0, Stage.BOOT, 0.0)
-    evidence = Evidence(pid=0, fork_errno=number, limits=process_limits())
+    limits = descriptor_limits() if number in (errno.EMFILE, errno.ENFILE) else process_limits()
+    evidence = Evidence(pid=0, fork_errno=number, limits=limits)
     return LifeEnded(order.worker, order.life, now, Cause.UNBORN, number, place, evidence)

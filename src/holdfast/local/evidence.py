@@ -7,7 +7,8 @@ it, while it is being handled.
 import errno
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from holdfast.local import linux, procfs
 from holdfast.local.cgroups import Group, group_of
@@ -58,7 +59,7 @@ class View:
     others: tuple[str, ...] = ()
     """Its other threads: name and state."""
     children: tuple[tuple[int, str], ...] = ()
-    """The processes it has started: pid, command line."""
+    """The processes it has started: pid, command line. Of many, a part."""
     native: tuple[str, ...] = ()
     """Native frames inside the Python line, innermost first, where py-spy could see them."""
 
@@ -107,6 +108,22 @@ class Evidence:
     """What it had when it was last looked at: at once for a hang, some seconds before for a death."""
     bounds: Bounds | None = None
     """What the kernel allowed it, read before it was reaped."""
+
+
+def shortened(value: Any, entries: int, letters: int) -> Any:
+    """The same evidence, or part of it: no list of texts has more entries, and no text more letters. Figures stay."""
+    if isinstance(value, str):
+        return value[:letters]
+    if isinstance(value, tuple) and _has_text(value):
+        return tuple(shortened(part, entries, letters) for part in value[:entries])
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        return replace(value, **{name: shortened(part, entries, letters) for name, part in parts.items()})
+    return value
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, tuple) and any(map(_has_text, value)))
 
 
 def view_of(pid: int, busy: float = 0.0) -> View:
@@ -158,6 +175,18 @@ def process_limits() -> tuple[str, ...]:
     except OSError:
         pass  # not told here
     return tuple(found)
+
+
+def descriptor_limits() -> tuple[str, ...]:
+    """What may forbid one more descriptor. Which process: the keeper."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = (f"{linux.descriptors()} descriptors open in the keeper, the limit is {soft} (hard {hard})",)
+    try:
+        with open("/proc/sys/fs/file-nr") as file:
+            now, _, most = file.read().split()
+    except OSError:
+        return facts  # no descriptor for that
+    return (*facts, f"{now} files open on this machine, the limit is {most}")
 
 
 def facts_of(error: BaseException) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ from holdfast.shm.slots import Gate
 
 # What workers get to leave by themselves once there is no more work, before they are killed.
 GRACE_S = 1.0
+# What a keeper gets to hear of the end: it may have hundreds of workers to fork first.
+HEAR_S = 10.0
 _NOWHERE = Place(-1, 0, Stage.IDLE, 0.0)
 
 
@@ -129,7 +131,7 @@ class LocalHost:
             return
         self._closed = True
         forks.forget(self)
-        if not self._leash.tell(StopAll(grace_s)):
+        if not self._leash.tell(StopAll(grace_s), patience_s=HEAR_S):
             grace_s = 0.0  # the keeper is gone already
         for worker in range(len(self._lifelines)):
             self._end_lifeline(worker)

@@ -5,7 +5,7 @@ in milliseconds and never forks the trainer's threads, CUDA context or held lock
 are seen while the trainer is busy, without its GIL. It runs no user code.
 
 It must not outlive the trainer. PDEATHSIG would fire on the death of the parent *thread*, so it watches a pidfd of
-the trainer and the end of the control socket instead (and `getppid` where there is no pidfd). Its workers die with
+the trainer and the end of the control socket instead (and /proc where there is no pidfd). Its workers die with
 it: for them it is the only thread of their parent.
 
 Here: its loop, words with the trainer, and deaths. Births are in cradle.py, what it does to the living in watch.py.
@@ -19,7 +19,7 @@ import socket
 import time
 
 from holdfast.core.messages import Cause, Leave, Place, Stage
-from holdfast.local import linux, procfs
+from holdfast.local import limits, linux, procfs
 from holdfast.local.cgroups import group_of
 from holdfast.local.cradle import Cradle, Orders
 from holdfast.local.evidence import Evidence, shm_free, worlds
@@ -31,6 +31,8 @@ from holdfast.local.sender import CRASH_SIGNALS, SenderNote
 from holdfast.local.spy import Spy
 from holdfast.local.watch import Watch
 from holdfast.local.wire import (
+    DESCRIPTORS,
+    MOST_BYTES,
     EndLife,
     KeeperSignalled,
     KeeperUp,
@@ -46,6 +48,8 @@ from holdfast.shm.memory import Memory
 # At the end of all, workers that could not start get this long to leave by themselves: what an initializer has logged
 # before it raised is sent by a thread of its process, and takes milliseconds.
 PARTING_S = 1.0
+# Orders that are carried out at a stretch: in between somebody must look after those who live.
+ORDERS_AT_ONCE = 16
 
 
 class Keeper:
@@ -60,7 +64,6 @@ class Keeper:
         self._sender = SenderNote(self._pulse_memory, orders.workers * PAGE, PAGE)  # the last page is the keeper's own
         self._sender.install(linux.NOTED_SIGNALS)
         self._trainer = linux.open_pidfd(orders.trainer_pid)
-        self._parent = os.getppid()
         self._poll = select.poll()
         self._stop_at: float | None = None
         self._oom = orders.oom
@@ -75,6 +78,7 @@ class Keeper:
     def run(self) -> None:
         """Until the trainer says stop, closes the socket, or is gone."""
         self._orders.control.setblocking(False)
+        limits.raise_descriptor_limit()  # each worker takes three
         self._poll.register(self._orders.control, select.POLLIN)
         if self._trainer is not None:
             self._poll.register(self._trainer, select.POLLIN)
@@ -100,8 +104,8 @@ class Keeper:
         self._kill_all()
 
     def _over(self) -> bool:
-        if self._trainer is None and os.getppid() != self._parent:
-            return True
+        if self._trainer is None and linux.process_state(self._orders.trainer_pid) in ("", "Z"):
+            return True  # perhaps it was gone before there could be a pidfd
         if self._stop_at is None:
             return False
         return not self._lives or time.monotonic() >= self._stop_at
@@ -116,9 +120,9 @@ class Keeper:
         self._outbox.say()
 
     def _listen(self) -> None:
-        while True:
+        for _ in range(ORDERS_AT_ONCE):
             try:
-                data, fds, _, _ = socket.recv_fds(self._orders.control, 1 << 16, 8)
+                data, fds, _, _ = socket.recv_fds(self._orders.control, MOST_BYTES, DESCRIPTORS)
             except BlockingIOError:
                 break
             except OSError:

@@ -4,6 +4,7 @@ One keeper after another: when one died (`lost`) or never came up (`late`), whoe
 launches the next.
 """
 
+import errno
 import os
 import select
 import signal
@@ -14,11 +15,18 @@ from multiprocessing.process import BaseProcess
 
 from holdfast.local import birth, linux
 from holdfast.local.cradle import Orders
-from holdfast.local.wire import Message, decode, encode
+from holdfast.local.wire import MOST_BYTES, Message, decode, encode
 from holdfast.local.worker import Job
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
 READY_S = 10.0
+# What a socket says to an order that it cannot take now: it is full, or more descriptors are on their way than one user
+# may send. The keeper reads on, so this passes.
+_FULL = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
+# How often a full socket is tried again. The keeper takes an order in a few milliseconds: it forks a worker for it.
+AGAIN_S = 0.005
+# A keeper that takes no order for so long hangs. (A spawned one may import for minutes first.)
+DEAF_S = 300.0
 
 
 class Leash:
@@ -56,21 +64,29 @@ class Leash:
         """It should have come up by now."""
         return time.monotonic() >= self.due
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """False when it is gone: `lost` follows, and the end of each life with it."""
-        try:
-            if fds:
-                socket.send_fds(self.control, [encode(message)], fds)
-            else:
-                self.control.send(encode(message))
-        except OSError:
-            return False
-        return True
+    def tell(self, message: Message, fds: Sequence[int] = (), patience_s: float = DEAF_S) -> bool:
+        """False when it is gone: `lost` follows, and the end of each life with it.
+
+        While the socket is full, this waits: the keeper never waits for the trainer, so it comes to read. One that
+        reads nothing within that time is ended.
+        """
+        data, until = encode(message), time.monotonic() + patience_s
+        while True:
+            try:
+                socket.send_fds(self.control, [data], fds)
+                return True
+            except OSError as error:
+                if error.errno not in _FULL:
+                    return False
+            if time.monotonic() >= until or (self.late and not self.wait_for_word(0.0)):
+                self.kill()
+                return False
+            time.sleep(AGAIN_S)
 
     def next_word(self) -> Message | None:
         """What it has said; None when that is all so far, or when it is `lost`."""
         try:
-            data = self.control.recv(1 << 17)
+            data = self.control.recv(MOST_BYTES)
         except BlockingIOError:
             return None
         except OSError:

@@ -97,8 +97,9 @@ _MOST_READ = 256
 _COMMAND = 300
 # Bytes of it that are read: what is hidden becomes shorter.
 _COMMAND_READ = 4096
-# Threads that are named one by one.
+# Threads and children that are named one by one.
 _MOST_THREADS = 64
+_MOST_CHILDREN = 32
 # The first pid namespace has this fixed number (PROC_PID_INIT_INO).
 _HOST_PIDS = "pid:[4026531836]"
 
@@ -231,12 +232,14 @@ def other_threads(pid: int) -> tuple[str, ...]:
 
 
 def children(pid: int, most_threads: int | None = None) -> tuple[tuple[int, str], ...]:
-    """The processes that it has started and that live: pid, command line. The first `most_threads` are asked."""
+    """The processes that it has started and that live: pid, command line. The first `most_threads` are asked; of many
+    children, a part.
+    """
     found: list[tuple[int, str]] = []
     try:
         for number in os.listdir(f"/proc/{pid}/task")[:most_threads]:
             words = Path(f"/proc/{pid}/task/{number}/children").read_text().split()
-            found += [(int(word), command(int(word))) for word in words]
+            found += [(int(word), command(int(word))) for word in words[: _MOST_CHILDREN - len(found)]]
     except OSError:
         return tuple(found)  # gone, or a kernel without it
     return tuple(found)

@@ -14,11 +14,18 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from holdfast.core.messages import Cause, Place
-from holdfast.local.evidence import Evidence
+from holdfast.local.evidence import Evidence, shortened
 
 TASK = struct.Struct("<5q")  # task, letter box, payload bytes, journal bytes behind it, samples in it
 RECORD = struct.Struct("<10q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
+
+# Descriptors that go with a StartLife.
+DESCRIPTORS = 3
+# A message between trainer and keeper is at most so long: the socket takes it whole or not at all.
+MOST_BYTES = 64 << 10
+# Entries and letters that are left of evidence that would make it longer: as few as it takes.
+_SHORTER = ((64, 16 << 10), (16, 8 << 10), (16, 1 << 10), (9, 100))
 
 
 class Kind(IntEnum):
@@ -113,8 +120,19 @@ class RoomLeft(NamedTuple):
 Message = RoomLeft | StartLife | EndLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
 
 
-def encode(message: Message) -> bytes:
-    return pickle.dumps(message, protocol=5)
+def encode(message: Message, most: int = MOST_BYTES) -> bytes:
+    """In at most so many bytes: evidence that is too large loses detail."""
+    data = pickle.dumps(message, protocol=5)
+    if len(data) <= most or not isinstance(message, LifeEnded | LifeQuiet | KeeperSignalled | RoomLeft):
+        return data  # (the others are a few numbers)
+    evidence = message.evidence
+    if evidence is None:
+        return data
+    for entries, letters in _SHORTER:
+        data = pickle.dumps(message._replace(evidence=shortened(evidence, entries, letters)), protocol=5)
+        if len(data) <= most:
+            return data
+    return pickle.dumps(message._replace(evidence=Evidence(pid=evidence.pid)), protocol=5)
 
 
 def decode(data: bytes) -> Message:

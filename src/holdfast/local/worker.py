@@ -100,7 +100,6 @@ class Wiring(NamedTuple):
     files: socket.socket
     memory: int
     crash: int
-    keeper_pid: int
     growth_bytes: int | None
     one_by_one: bool
     enough: int | None
@@ -119,7 +118,6 @@ class Worker:
 
     def run(self) -> None:
         """Boot, then work until the trainer closes the pipe."""
-        linux.die_with_parent(self._wiring.keeper_pid)
         linux.never_preempt_when_woken()
         limits.raise_descriptor_limit()
         wiring = self._wiring

@@ -10,11 +10,18 @@ from holdfast.local.evidence import NO_STACK
 
 
 def cannot_fork(case: Case) -> Finding | None:
-    """fork() itself failed, for seconds."""
+    """The process could not be made: fork() itself failed, for seconds; or its descriptors did not arrive."""
     evidence = case.evidence
     if evidence is None or not evidence.fork_errno:
         return None
     what = f"{errno.errorcode.get(evidence.fork_errno, evidence.fork_errno)} ({os.strerror(evidence.fork_errno)})"
+    if evidence.fork_errno in (errno.EMFILE, errno.ENFILE):
+        return Finding(
+            "descriptors-exhausted",
+            f"the keeper was refused the descriptors of a worker: {what}",
+            (*evidence.limits, "the keeper holds three for each worker"),
+            "a higher hard limit (`ulimit -Hn`, docker run --ulimit nofile=65536:65536), or fewer workers",
+        )
     return Finding(
         "cannot-start-process",
         f"the system refused a new process: {what}",
