@@ -57,6 +57,11 @@ def leave_in(rank, who, code):
     time.sleep(FOR_EVER)
 
 
+def wait_for_file(rank, path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
 def wait_for_ever(rank, folder=None):
     """Says that it is there, by a file with its pid."""
     if folder is not None:
