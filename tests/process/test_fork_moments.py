@@ -176,7 +176,7 @@ CLOSING = {"close", "end", "hang_up", "_end_lifeline", "finish"}
 
 
 class ForksAtEachLine:
-    """Another thread forks before each line of some modules that this thread runs in OPENING and CLOSING, once per line."""
+    """Another thread forks before each line of some modules that this thread runs, once per line."""
 
     def __init__(self, modules, unraisable):
         self._files = {module.__file__ for module in modules}

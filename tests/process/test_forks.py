@@ -181,6 +181,39 @@ def test_totals_of_a_child_are_its_own(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("stats-*.json"))) == 2
 
 
+# Workers -------------------------------------------------------------------------------------------------------------
+
+
+class Forking(Images):
+    """Forks a process that goes on as if it were the worker: it returns another sample, or raises."""
+
+    def __init__(self, raises):
+        super().__init__(40, 128)
+        self.raises = raises
+
+    def __getitem__(self, index):
+        if index % 10 == 3 and os.fork() == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says of its end
+            if self.raises:
+                raise ValueError("in a child of the worker")
+            return -super().__getitem__(index)[0], index
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_a_dataset_forks_does_not_answer_for_the_worker(raises):
+    """Each batch comes once, from the worker, whatever the other one brings back."""
+    assert firsts(DataLoader(Forking(raises), batch_size=4, num_workers=2)) == list(range(0, 40, 4))
+
+
+def test_a_process_that_a_task_forks_does_not_answer_for_the_worker(tmp_path):
+    """Neither for a single call, nor for an item of a chunk."""
+    with Pool(1, mp_context="fork") as pool:
+        assert pool.submit(calls.fork_and_return, 5).result() == 5
+        assert list(pool.map(calls.fork_and_return, range(8), chunksize=4)) == list(range(8))
+        assert pool.stats()["restarts"] == 0
+
+
 # Pools ---------------------------------------------------------------------------------------------------------------
 
 
@@ -293,3 +326,9 @@ def test_a_child_does_not_take_the_status_of_a_rank(tmp_path):
         Child(lambda: (popen._lock.release(), process.exitcode)).said()
     assert context.join() is True
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("how", [0, 3, "raise"])
+def test_a_process_that_a_rank_forks_does_not_speak_for_it(how):
+    """How it ends is not how the rank ends."""
+    assert holdfast.spawn(ranks.fork_and_exit, (how,), nprocs=2, start_method="fork") is None
