@@ -29,6 +29,7 @@ from holdfast.errors import (
     TaskTimeout,
     TooManyBad,
     WorkerLost,
+    WrongProcess,
 )
 from holdfast.launch.attempts import Ranks, spawn
 from holdfast.launch.errors import RankExited, RankRaised
@@ -66,5 +67,6 @@ __all__ = [
     "TaskTimeout",
     "TooManyBad",
     "WorkerLost",
+    "WrongProcess",
     "spawn",
 ]

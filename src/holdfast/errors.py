@@ -12,6 +12,7 @@
     ├── PoolBroken       (BrokenProcessPool)   the workers of a pool cannot live here: all its tasks fail
     ├── BatchTimeout     (RuntimeError, TimeoutError)   the loader's own `timeout` ran out
     ├── LoaderTorn       (RuntimeError)   an interrupt tore the loader's bookkeeping; make a new iterator
+    ├── WrongProcess     (RuntimeError)   a forked child uses what belongs to its parent; make another one there
     ├── RankExited       (torch's ProcessExitedException)   spawn: a rank was killed, crashed or exited
     └── RankRaised       (torch's ProcessRaisedException)   spawn: a rank raised
 
@@ -147,6 +148,10 @@ class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):
 
 class LoaderTorn(HoldfastError, RuntimeError):
     """An exception from outside (Ctrl-C, a signal handler) hit in the middle of the bookkeeping."""
+
+
+class WrongProcess(HoldfastError, RuntimeError):
+    """A forked child used an iterator, a pool or ranks that its parent made: they answer to that process alone."""
 
 
 class RemoteTraceback(Exception):

@@ -57,6 +57,22 @@ def leave_in(rank, who, code):
     time.sleep(FOR_EVER)
 
 
+def wait_for_file(rank, path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def fork_and_exit(rank, how):
+    """The process that it forks comes back from here as if it were the rank."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says of its end
+        if how == "raise":
+            raise ValueError("in a child of the rank")
+        sys.exit(how)
+    os.waitpid(child, 0)
+
+
 def wait_for_ever(rank, folder=None):
     """Says that it is there, by a file with its pid."""
     if folder is not None:

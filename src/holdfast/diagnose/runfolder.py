@@ -95,8 +95,13 @@ class RunFolder:
     def __init__(self, folder: str, kind: str, dataset: object = None) -> None:
         """`kind`: "loader", "pool", or whose part it is."""
         self._kind = kind
-        self.file = Path(folder) / f"incidents-{os.getpid()}-{next(_numbers)}.jsonl"
+        self._folder = folder
         self._dataset = dataset
+        self._begin()
+
+    def _begin(self) -> None:
+        self._owner = os.getpid()
+        self.file = Path(self._folder) / f"incidents-{self._owner}-{next(_numbers)}.jsonl"
         self._since = time.time()
         self._next_totals = 0.0
         self._last_incident = ""
@@ -135,6 +140,8 @@ class RunFolder:
         if self._totals_failed or (running and now < self._next_totals):
             return
         self._next_totals = now + TOTALS_S
+        if os.getpid() != self._owner:
+            self._begin()  # a forked child has files of its own: two that write the same totals lose them
         shot = {
             "kind": self._kind,
             "pid": os.getpid(),

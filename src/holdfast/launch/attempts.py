@@ -22,6 +22,7 @@ from holdfast.launch.output import Output
 from holdfast.launch.parcel import Parcel
 from holdfast.launch.surround import THREADS, Meeting, environment_of, threads_per_rank, too_many
 from holdfast.launch.tell import Attempt
+from holdfast.local import forks
 from holdfast.local.evidence import process_limits
 from holdfast.local.linux import resident_bytes
 from holdfast.local.room import growth_bytes
@@ -56,6 +57,7 @@ class Ranks(ProcessContext):
         self._folder = RunFolder.from_environment("ranks")
         self._machine: Machine = read_machine()
         self._joined = joined
+        self._owner = os.getpid()
         self._told: list[str] = []  # of earlier attempts
         self._grace_s: float | None = None
         self._interrupted = False
@@ -93,6 +95,7 @@ class Ranks(ProcessContext):
 
         `grace_period`: seconds for the others to end by themselves after a failure, and again after SIGTERM.
         """
+        self._check_process()
         if grace_period is not None:
             self._grace_s = grace_period
             self._group.allow(grace_period)
@@ -110,6 +113,7 @@ class Ranks(ProcessContext):
 
     def stop(self) -> None:
         """End all ranks: SIGTERM, and SIGKILL for who does not mind it."""
+        self._check_process()
         self._interrupted = True
         self._group.stop(INTERRUPTED_S)
         try:
@@ -118,6 +122,11 @@ class Ranks(ProcessContext):
             self._group.stop(0.0)
             self._over.wait()
             raise
+
+    def _check_process(self) -> None:
+        """In a forked child there is no thread that watches, and its end would be waited for in vain."""
+        if os.getpid() != self._owner:
+            raise forks.wrong_process("group of ranks", self._owner, "call join() and stop() in that process")
 
     # Attempts ------------------------------------------------------------------------------------------------------
 

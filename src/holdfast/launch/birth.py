@@ -41,6 +41,7 @@ class _Reaped(popen_fork.Popen):
 
     def __init__(self, process: BaseProcess) -> None:
         self._lock = threading.Lock()  # several threads may ask at once
+        self._owner = os.getpid()  # not a fork of it
         super().__init__(process)
         self._pidfd = linux.open_pidfd(self.pid)
         if self._pidfd is not None:
@@ -173,6 +174,9 @@ class _Served(_Reaped):
         self.pid = forkserver.read_signed(self.sentinel)
 
     def _reap(self) -> None:
+        if os.getpid() != self._owner:
+            self.returncode, self.status_lost = 255, True  # the word of its end is for the one who started it
+            return
         poll = select.poll()
         poll.register(self.sentinel, select.POLLIN)
         if poll.poll(0):

@@ -8,6 +8,7 @@ each wakes it; what a rank raised comes with the rank's own time.
 """
 
 import logging
+import multiprocessing
 import os
 import select
 import threading
@@ -73,8 +74,9 @@ class Group:
     ) -> None:
         """One more rank, see `Card`. Raises what starting a process raises."""
         words, ranks_words = os.pipe()
+        self._mine.add(words)
         lifeline, alive = os.pipe()[::-1]  # a pipe for each: whom the kernel signals is a property of the pipe's end
-        self._mine |= {words, lifeline}
+        self._mine.add(lifeline)
         crash, page = new_file("crash", 0), new_file("page", PAGE)
         out, err = self.output.pipes(number)
         began = time.monotonic_ns()
@@ -101,10 +103,12 @@ class Group:
     def close_in_child(self) -> None:
         """The trainer was forked: what is ours stays with the trainer, or a rank would outlive it by the child."""
         if self._open:
+            self._open = False
             for fd in (*self._mine, *self.output.fds):
                 with suppress(OSError):
                     os.close(fd)
-            self._open = False
+            for rank in self.ranks:  # at its end a child would wait for its own, and terminate daemons
+                multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]
 
     # Orders from other threads -------------------------------------------------------------------------------------
 

@@ -88,10 +88,11 @@ class Output:
 
     def close(self) -> None:
         """Nothing more is read."""
-        for fd in [*self._streams, self._wake, self._waker]:
-            os.close(fd)
+        fds = [*self._streams, self._wake, self._waker]
+        self._wake = self._waker = -1  # first: a forked child closes what it finds here
         self._streams.clear()
-        self._wake = self._waker = -1
+        for fd in fds:
+            os.close(fd)
         for rank, file in enumerate(self._open):
             if file is not None:
                 file.write(self._notes.get(rank, "").encode(errors="backslashreplace"))

@@ -94,6 +94,7 @@ class Card:
 
     def enter(self) -> int:
         """The rank, ready for the user's function."""
+        self._pid = os.getpid()
         for fd in self._ends:
             os.set_inheritable(fd, False)
         die_with(self._ends.alive)
@@ -135,6 +136,8 @@ class Card:
 
     def say(self, said: Said) -> None:
         """Last words: the trainer hears them now, however long the process takes to end."""
+        if os.getpid() != self._pid:
+            return  # a process that the function forked, and that comes back from it, does not speak for the rank
         body = pickle.dumps(said)
         if len(body) > MOST_BYTES and said.raised is not None:
             body = pickle.dumps(said._replace(raised=replace(said.raised, pickled=None, parts=None)))

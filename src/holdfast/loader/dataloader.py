@@ -9,7 +9,7 @@ from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.runfolder import RunFolder
 from holdfast.loader.device import checked
 from holdfast.loader.inline import InlineIterator
-from holdfast.loader.iterator import WorkerIterator
+from holdfast.loader.iterator import InheritedIterator, WorkerIterator
 from holdfast.loader.totals import totals
 from holdfast.local.cgroups import usable_cpus
 from holdfast.policy import Policy
@@ -93,6 +93,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        if isinstance(self._iterator, InheritedIterator):
+            self._iterator = None  # with its workers it is the parent's: this process has its own
+        return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:

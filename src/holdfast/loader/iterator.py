@@ -5,6 +5,7 @@ that can go wrong is decided in core/ledger.py; here it becomes what the user se
 incident in the report. There is no thread: deaths are noticed, and errors raised, inside `next()` only.
 """
 
+import os
 import time
 import warnings
 import weakref
@@ -24,7 +25,7 @@ from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.report import Record
-from holdfast.errors import BatchTimeout, LoaderTorn
+from holdfast.errors import BatchTimeout, LoaderTorn, WrongProcess
 from holdfast.loader import seeds
 from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
@@ -33,6 +34,7 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.tell import Teller
 from holdfast.loader.totals import totals
 from holdfast.loader.weigh import large_parts
+from holdfast.local import forks
 from holdfast.local.cgroups import usable_cpus
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
@@ -91,6 +93,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         names = self._orders.sample_of
         self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
         self._stats = partial(totals, record, loader.num_workers, self._dataset)
+        self._owner = os.getpid()
+        forks.watch(self)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
         self._reset(loader, first_iter=True)
@@ -415,3 +419,20 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._finalizer()
         for silence in self._host.leftovers():
             self._teller.incident(silence)
+
+    def close_in_child(self) -> None:
+        """In a forked child of the trainer. Another class asks nothing of the path of a batch."""
+        self.__class__ = InheritedIterator
+
+
+class InheritedIterator(WorkerIterator):
+    """What an iterator is in a forked child: its host is closed there, and it gives nothing."""
+
+    def __next__(self) -> Any:
+        raise self._refusal()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        raise self._refusal()
+
+    def _refusal(self) -> WrongProcess:
+        return forks.wrong_process("iterator", self._owner, "make a new one in this process: iter(loader)")

@@ -126,7 +126,10 @@ class Answers:
         self._files.close()
         self.files_w.close()
 
-    def close_in_child(self) -> None:
-        """What is ours; the other ends are the keeper's, which may be this child."""
+    def close_in_child(self, *, keeper: bool) -> None:
+        """What is ours; the other ends, too, but in the keeper: they are its own."""
         os.close(self.pipe)
         self._files.close()
+        if not keeper:
+            os.close(self.pipe_w)
+            self.files_w.close()

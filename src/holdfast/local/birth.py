@@ -202,10 +202,11 @@ def spawn_keeper(orders: Orders, job: Job) -> BaseProcess:
     try:
         with _true_main():
             process.start()
-    except ValueError as error:
-        if "too many fds" not in str(error):
+    except (ValueError, ChildProcessError) as error:
+        # The fork server takes 256 descriptors at most, and each shared tensor of the dataset is one. And a forked
+        # child of the process that has started the server cannot ask whether it lives.
+        if isinstance(error, ValueError) and "too many fds" not in str(error):
             raise
-        # The fork server takes 256 descriptors at most, and each shared tensor of the dataset is one.
         package.close_in_trainer()
         fresh = multiprocessing.get_context("spawn")
         process = fresh.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)

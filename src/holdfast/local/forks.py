@@ -1,66 +1,111 @@
-"""What happens when the trainer forks while loaders are open.
+"""What happens when the trainer forks while loaders, pools or ranks are open.
 
-The child must not keep our descriptors (workers would never see the end of their pipes), must not end our workers,
-and must go on seeing the batches that were out at that moment as they were. `os.register_at_fork` knows no context,
-so this module holds the one piece of state that the package has at module level: which hosts are open.
+A child has no part in them. It must not keep our descriptors (workers would never see the end of their pipes), must not
+end our workers, nor write into the pages that it shares with them; and it must go on seeing the batches that were out
+at that moment as they were. So whatever is open is closed in the child before anything else runs there, and using it
+raises `WrongProcess`.
+
+`os.register_at_fork` knows no context, so this module holds the one piece of state that the package has at module
+level: what is open. Any thread may fork, at any moment of the others: nothing here relies on what they have finished.
 """
 
 import os
+import threading
 import weakref
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
+from holdfast.errors import WrongProcess
 from holdfast.shm.slots import ForkGuard, Slots
+
+T = TypeVar("T")
 
 
 class Forkable(Protocol):
-    """What an open host must do in a forked child."""
+    """What is open must do in a forked child."""
 
-    def close_in_child(self) -> None: ...
+    def close_in_child(self) -> None:
+        """Descriptors are the child's own, all else is shared. Another thread may have been anywhere in this object."""
 
 
-_open_hosts: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
-_slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()  # also of hosts that are closed: users keep batches
-_guards: list[ForkGuard] = []  # between `before` and `after` of one fork
+# (Plain sets: a copy of one is one step, while a WeakSet is gone through in Python, and other threads add to it.)
+_open: "set[weakref.ref[Forkable]]" = set()
+_slots: "set[weakref.ref[Slots]]" = set()  # also of hosts that are closed: users keep batches
+_guards: dict[int, list[ForkGuard | None]] = {}  # by thread, between `before` and `after` of its forks
 _hooked: list[bool] = []
 
 
-def watch(host: Forkable) -> None:
-    """From now on the host is told of forks."""
+def watch(opened: Forkable) -> None:
+    """From now on it is told of forks."""
     if not _hooked:
         _hooked.append(True)
         os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
-    _open_hosts.add(host)
+    _open.add(weakref.ref(opened, _open.discard))
 
 
 def watch_slots(slots: Slots) -> None:
     """From now on, what is lent of these stays as it is for a forked child."""
-    _slots.add(slots)
+    _slots.add(weakref.ref(slots, _slots.discard))
 
 
-def forget(host: Forkable) -> None:
-    """The host is closed."""
-    _open_hosts.discard(host)
+def forget(opened: Forkable) -> None:
+    """It is closed."""
+    _open.discard(weakref.ref(opened))
+
+
+def wrong_process(what: str, owner: int, instead: str) -> WrongProcess:
+    """To be raised in a child that uses what it inherited. `instead`: what to do."""
+    return WrongProcess(
+        f"this {what} belongs to process {owner}: process {os.getpid()} inherited it by a fork and cannot use it\n"
+        f"    why    its workers and their memory answer to the process that made it, which may be using them now\n"
+        f"    try    {instead}"
+    )
+
+
+def _living(refs: "Iterable[weakref.ref[T]]") -> list[T]:
+    return [here for ref in list(refs) if (here := ref()) is not None]
 
 
 def _before() -> None:
-    lent = [slots for slots in list(_slots) if slots.lent]
-    if lent:
-        guard = ForkGuard()
-        _guards.append(guard)
-        for slots in lent:
-            slots.guard(guard)
+    slots = _living(_slots)
+    guard = ForkGuard() if slots else None
+    _guards.setdefault(threading.get_ident(), []).append(guard)
+    if guard is not None:
+        for each in slots:
+            each.guard(guard)
+
+
+def _mine() -> ForkGuard | None:
+    """The guard of the fork that this thread has just made."""
+    guards = _guards[threading.get_ident()]
+    guard = guards.pop()
+    if not guards:
+        del _guards[threading.get_ident()]
+    return guard
 
 
 def _in_parent() -> None:
-    while _guards:
-        _guards.pop().in_parent()
+    guard = _mine()
+    if guard is not None:
+        for slots in _living(_slots):
+            slots.guarded(guard)
+        guard.in_parent()
 
 
 def _in_child() -> None:
-    while _guards:
-        _guards.pop().in_child()
-    for slots in list(_slots):
+    guard = _mine()
+    if guard is not None:
+        guard.in_child()
+    _guards.clear()  # of threads that there are not here
+    for slots in _living(_slots):
         slots.disarm()
-    for host in list(_open_hosts):
-        host.close_in_child()
-    _open_hosts.clear()
+    opened = _living(_open)
+    _open.clear()
+    troubles = []
+    for each in opened:
+        try:
+            each.close_in_child()
+        except Exception as trouble:  # the others are closed all the same
+            troubles.append(trouble)
+    if troubles:
+        raise troubles[0]

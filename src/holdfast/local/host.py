@@ -146,12 +146,16 @@ class LocalHost:
     def close_in_child(self) -> None:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
         self._closed = True
-        self._answers.close_in_child()
-        self._vigil.close()
-        self._leash.control.close()
+        for pulse in self.pulses:
+            pulse.words = pulse.words.toreadonly()
         for line in self._lifelines:
             if line is not None:
                 line.hang_up()
+        keeper = self._leash.close_in_child()
+        self._answers.close_in_child(keeper=keeper)
+        self._vigil.close()
+        if not keeper:
+            os.close(self._pulse_fd)
 
     def renew(self) -> None:
         self._events.clear()

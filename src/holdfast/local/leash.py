@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -37,23 +38,38 @@ class Leash:
         self._fork = fork
         self._process: BaseProcess | None = None
         self.control: socket.socket
+        self._ends: tuple[socket.socket, ...] = ()
+        self._forking = 0  # the thread that forks the keeper now
         self.pid = 0
         self.lost = False
         self.due = float("inf")  # when it must have come up
 
     def launch(self, orders: Callable[[socket.socket], Orders]) -> None:
         """A new keeper. `orders`: given its end of the socket."""
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, theirs = self._ends
         self.control.setblocking(False)
         self.lost = False
         with theirs:
             if self._fork:
-                self.pid = birth.fork_keeper(orders(theirs), self._job)
+                self._forking = threading.get_ident()
+                try:
+                    self.pid = birth.fork_keeper(orders(theirs), self._job)
+                finally:
+                    self._forking = 0
                 self.due = time.monotonic() + READY_S
             else:
                 self._process = birth.spawn_keeper(orders(theirs), self._job)
                 self.pid = self._process.pid or 0
                 self.due = float("inf")
+
+    def close_in_child(self) -> bool:
+        """In a forked child: it has no keeper. True in the keeper itself, which has its end of the socket."""
+        keeper = self._forking == threading.get_ident()
+        for end in self._ends[: 1 if keeper else 2]:
+            end.close()
+        self._process, self.pid = None, 0
+        return keeper
 
     def came_up(self) -> None:
         """It has said so."""

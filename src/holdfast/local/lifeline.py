@@ -141,12 +141,10 @@ class Lifeline:
 
     def hang_up(self) -> None:
         """No more tasks: the worker leaves when it has done what it was sent."""
-        if self.tasks >= 0:
-            os.close(self.tasks)
-            self.tasks = -1
-        if self._unread >= 0:
-            os.close(self._unread)
-            self._unread = -1
+        ends, self.tasks, self._unread = (self.tasks, self._unread), -1, -1  # first: a forked child closes them, too
+        for fd in ends:
+            if fd >= 0:
+                os.close(fd)
 
     def take_back(self, most: int = 1) -> list[int]:
         """The next tasks that the worker has not begun, if there are any: it will not begin them."""

@@ -64,4 +64,5 @@ class Vigil:
         return []
 
     def close(self) -> None:
-        os.close(self.bell)
+        bell, self.bell = self.bell, -1
+        os.close(bell)

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import time
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from holdfast.core.messages import Leave, Stage
@@ -173,6 +174,7 @@ class Worker:
         enter, words, run = self._pulse.enter, self._pulse.words, self._job.run
         view, stride = self._memory.view, self._wiring.stride
         desk = Desk(self._memory, stride, self._wiring.slots, self._wiring.enough, self._may_wait)
+        os.register_at_fork(after_in_child=partial(self._close_in_child, desk))
         clock = time.monotonic_ns
         # One, where others may be taken back.
         most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
@@ -195,6 +197,15 @@ class Worker:
                 if words[ASKED] and self._must_go():
                     return
         words[LEAVING] = words[ASKED]
+
+    def _close_in_child(self, desk: Desk) -> None:
+        """A process that user code forks has no part in this: it gets no task, and nobody hears it."""
+        desk.close_in_child()
+        wiring = self._wiring
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in (wiring.tasks, wiring.results, wiring.files.fileno()):
+            os.dup2(nowhere, fd, inheritable=False)
+        os.close(nowhere)
 
     def _may_wait(self) -> bool:
         """For a slot: not when the trainer waits for this very task, has left its epoch or will send no other.

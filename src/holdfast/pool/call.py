@@ -3,11 +3,13 @@
 Made by whoever submits; from then on the dispatcher's thread owns it, and the user only its future.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, RUNNING
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from typing import Any
 
+from holdfast.local import forks
 from holdfast.pool.letter import Letter
 from holdfast.pool.progress import Tracker
 
@@ -19,6 +21,20 @@ class PoolFuture(Future[Any]):
         super().__init__()
         self._withdraw: Callable[[int], None] | None = None
         self._number = 0
+        self._owner = os.getpid()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_process()
+        return super().exception(timeout)
+
+    def _check_process(self) -> None:
+        """In a forked child nobody will ever settle it."""
+        if self._state in (PENDING, RUNNING) and os.getpid() != self._owner:
+            raise forks.wrong_process("future", self._owner, "ask for the result where the task was submitted")
 
     def on_cancel(self, withdraw: Callable[[int], None], number: int) -> None:
         """`withdraw(number)` is called, in the thread that cancels, when a running task is not wanted any more."""

@@ -20,6 +20,7 @@ from holdfast.core.ledger import Ledger
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.runfolder import RunFolder
 from holdfast.errors import HoldfastError
+from holdfast.local import forks
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import WorkerHandle
 from holdfast.local.room import growth_bytes
@@ -193,7 +194,7 @@ class Pool(Executor):
 
     def _opened(self) -> Dispatcher:
         if os.getpid() != self._owner:
-            raise RuntimeError(f"this pool belongs to process {self._owner}; a forked child needs one of its own")
+            raise forks.wrong_process("pool", self._owner, "make a pool in this process")
         with self._lock:
             if self._shut or (self._dispatcher is not None and self._dispatcher.broken is not None):
                 raise self._refusal()
@@ -277,10 +278,12 @@ class Pool(Executor):
 
     def kill_workers(self) -> None:
         """End all processes at once. Tasks that run are lost, others cancelled; the pool takes no more."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._shut = True
             dispatcher = self._dispatcher
-        if dispatcher is not None and os.getpid() == self._owner:
+        if dispatcher is not None:
             dispatcher.kill()
             dispatcher.join()
 

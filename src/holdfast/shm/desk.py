@@ -9,9 +9,12 @@ the trainer waits for this very batch, and not for ever: where the trainer looks
 to make theirs, the next ones are made meanwhile.
 """
 
+import os
 import time
 from collections.abc import Callable
+from typing import Any, NoReturn
 
+from holdfast.errors import WrongProcess
 from holdfast.shm.memory import Memory
 from holdfast.shm.place import HUGE, SlotSpace
 from holdfast.shm.slots import CLAIMED, FREE, slot_view, states_of
@@ -79,6 +82,12 @@ class Desk:
             self._fair = min(max(fair, 0.95 * self._fair), MOMENT_S / 4)
         return NO_SLOT if space is None else space.slot
 
+    def close_in_child(self) -> None:
+        """In a process that user code forks: if it comes back from there, it writes into no slot."""
+        for space in self._spaces.values():
+            space.__class__ = ClosedSpace
+        self.__class__ = ClosedDesk
+
     def _wait(self) -> None:
         """For one of the slots that were used before, a moment long."""
         began, waited = time.monotonic(), 0.0
@@ -94,3 +103,28 @@ class Desk:
         else:
             self._patience = max(0.0, self._patience - max(0.0, waited - self._fair))
         self.waited_ns += int(1e9 * waited)
+
+
+class ClosedDesk(Desk):
+    """In a forked child of the worker."""
+
+    def space(self) -> NoReturn:
+        _refuse()
+
+
+class ClosedSpace(SlotSpace):
+    """A slot of the parent."""
+
+    def room(self, size: int) -> NoReturn:
+        _refuse()
+
+    def stacked(self, samples: list[Any] | tuple[Any, ...]) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise WrongProcess(
+        f"process {os.getpid()} was forked by code that a worker runs, and came back from it as if it were the worker\n"
+        f"    why    the worker itself goes on with this task; two would write into the same batch\n"
+        f"    try    end such a process with os._exit() where it was forked, whatever is raised there"
+    )

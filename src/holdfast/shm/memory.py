@@ -68,8 +68,12 @@ class Memory:
         """Return the pages that lie wholly inside [start, end) to the system; they read as zeros again."""
         start = -(-start // _PAGE) * _PAGE
         end = end // _PAGE * _PAGE
-        if end > start:
+        if end > start and not self.view.readonly:
             _LIBC.madvise(self.address + start, end - start, _MADV_REMOVE)
+
+    def close_to_writing(self) -> None:
+        """In a forked child. What was taken of `view` before, or exported, goes on as it is."""
+        self.view = self.view.toreadonly()
 
     def export(self) -> memoryview:
         """All of it, for the user to look at: the mapping lives as long as any view of this."""

@@ -17,7 +17,8 @@ them; they all hold on to one object, the *exporter*, and a weak reference to th
 free at once: the sooner, the fewer slots are in use.
 
 A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
-again before the child is gone: it holds the writing end of a pipe, whose end of file tells.
+again before the child is gone: it holds the writing end of a pipe, whose end of file tells. Several threads may fork
+at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
 
 A device reads a slot after its last view has died: copies are queued. Where there is one, a *gate* (loader/gate.py)
 takes each slot that comes back and lets it go when no copy can be in flight. Pages that the device knows by address
@@ -67,22 +68,35 @@ class ForkGuard:
     """Tells whether a forked child that saw lent slots may still be alive."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+        self._write = -1
+        self._close: weakref.finalize[..., ForkGuard] | None = None
+        try:
+            self._read, self._write = os.pipe()
+        except OSError:
+            return  # no descriptor is left: nobody will hear of the child's end, and it is waited for in vain
         self._close = weakref.finalize(self, os.close, self._read)
+        self._close.atexit = False
 
     def in_parent(self) -> None:
         """After the fork."""
-        os.close(self._write)
+        if self._write >= 0:
+            os.close(self._write)
 
     def in_child(self) -> None:
         """After the fork. The other end stays open until the child ends or execs."""
-        self._close()
+        if self._close is not None:
+            self._close()
 
     @property
     def over(self) -> bool:
-        """True when the child, and whoever it forked, is gone."""
-        if self._close.alive and select.select([self._read], [], [], 0)[0]:
-            self._close()
+        """True when the child, and whoever it forked, is gone. In any thread, perhaps in several at once."""
+        if self._close is None:
+            return False
+        if self._close.alive:
+            poll = select.poll()
+            poll.register(self._read, select.POLLIN)
+            if poll.poll(0):
+                self._close()
         return not self._close.alive
 
 
@@ -122,7 +136,8 @@ class Slots:
         self._back: deque[int] = deque()
         self.lent: dict[int, Lent] = {}  # what the user looks at, or did a moment ago
         self._came_back = self._returner()
-        self._guards: dict[int, list[ForkGuard]] = {}
+        # What each child may see: slots, or None for all while its fork is under way.
+        self._guards: dict[ForkGuard, frozenset[int] | None] = {}
         self._used = [0] * count
         self._usual = 0.0  # slowly falling maximum of batch sizes
         self._exporter: type[ctypes.Array[ctypes.c_char]] = type(
@@ -205,27 +220,39 @@ class Slots:
                 slot = self._back.popleft()
             except IndexError:
                 return  # another thread was here
-            guards = self._guards.get(slot)
-            if guards:
-                guards[:] = [guard for guard in guards if not guard.over]
-                if guards:
-                    self._back.append(slot)
-                    continue
-                del self._guards[slot]
+            if self._guards and self._is_seen(slot):
+                self._back.append(slot)
+                continue
             if self._gate is None:
                 self.let_go(slot)
             else:
                 self._gate.hold(self, slot)
 
+    def _is_seen(self, slot: int) -> bool:
+        """True when some child may see it. (Each step is one for all threads: others fork, and reclaim, meanwhile.)"""
+        return any((seen is None or slot in seen) and not guard.over for guard, seen in list(self._guards.items()))
+
     def guard(self, guard: ForkGuard) -> None:
-        """The trainer forked: what is lent now must stay as it is while that child lives."""
-        for slot in list(self.lent):
-            guards = self._guards.setdefault(slot, [])
-            guards[:] = [old for old in guards if not old.over] + [guard]
+        """The trainer is about to fork: from now on nothing that is lent comes back."""
+        for old in list(self._guards):
+            if old.over:
+                self._guards.pop(old, None)
+        self._guards[guard] = None
+
+    def guarded(self, guard: ForkGuard) -> None:
+        """It has forked: what is lent now, all that the child can see, stays as it is while that lives."""
+        seen = frozenset(self.lent)
+        if seen:
+            self._guards[guard] = seen
+        else:
+            self._guards.pop(guard, None)
 
     def disarm(self) -> None:
         """In a forked child: it sees what is lent, and frees nothing."""
         self._armed = False
+        self._guards = {}
+        self._states = self._states.toreadonly()
+        self.memory.close_to_writing()
 
     def retire(self) -> None:
         """The life is over. Give back all but what is lent, or finished and not yet opened."""
