@@ -84,6 +84,7 @@ class LocalHost:
         self._leash = Leash(job, fork=fork)
         self._lifelines: list[Lifeline | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
+        self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self._closed = False
@@ -94,7 +95,7 @@ class LocalHost:
     def open(self) -> None:
         self._thread = threading.get_ident()
         workers = len(self._lifelines)
-        self._answers = Answers(self._lifelines, self.marks, self._journals)
+        self._answers = Answers(self._lifelines, self.marks, self.items, self._journals)
         self._vigil = Vigil(self._answers.pipe)
         self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
         memory = Memory(self._pulse_fd, workers * PAGE)

@@ -22,7 +22,7 @@ MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 
 
 class Kind(IntEnum):
-    """What a RECORD says."""
+    """What a RECORD says. Of EXHAUSTED `bad` is how many batches the stream had, `buffers` how many items."""
 
     BOOTED = 1
     BOOT_FAILED = 2
