@@ -140,6 +140,11 @@ class Ledger:
         return self._streams is None or self._streams.open
 
     @property
+    def ended_streams(self) -> int:
+        """How many have come to their end."""
+        return 0 if self._streams is None else self._streams.ended
+
+    @property
     def streams_left(self) -> dict[int, int]:
         """Worker -> batches asked of its stream, where that has not come to its end."""
         return {worker.id: worker.drawn for worker in self._workers if worker.open and worker.drawn}
@@ -281,6 +286,8 @@ class Ledger:
 
     def _end_stream(self, worker: Worker) -> list[Action]:
         worker.open = False
+        assert self._streams is not None
+        self._streams.ended += 1
         for task in worker.tasks.values():
             task.done, task.result = True, None
         worker.tasks.clear()

@@ -311,6 +311,11 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._draw()  # dropped tasks made room
                 if supervisor.resolved == self._next_task - self._first_task:
                     break
+            if self._host.closed:
+                raise LoaderTorn(
+                    "the workers of this loader were shut down in the middle of an epoch: what was to come is lost\n"
+                    "    try    make a new iterator: iter(loader)"
+                )
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
                 raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
@@ -338,7 +343,11 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _draw(self) -> None:
         """Take from the sampler what there is room for: never further ahead than torch does."""
         supervisor = self._supervisor
-        room = self._factor * self._ledger.at_work - (0 if self._ferry is None else len(self._ferry))
+        room = self._factor * self._ledger.at_work
+        if self._iterable:  # as torch: one more for each stream that has ended, none for what was asked of it in vain
+            room = max(1, room + self._ledger.ended_streams - supervisor.dropped)
+        if self._ferry is not None:
+            room -= len(self._ferry)
         while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < room:
             if self._drained:
                 return

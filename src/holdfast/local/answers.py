@@ -126,13 +126,16 @@ class Answers:
     def close(self) -> None:
         """What nobody has asked for goes, too."""
         self._take_files()
-        for fd in (self.pipe, self.pipe_w, *self._taken.values()):
-            os.close(fd)
+        fds = (self.pipe, self.pipe_w, *self._taken.values())
+        self.pipe = self.pipe_w = -1
         self._taken.clear()
+        for fd in fds:
+            os.close(fd)
         self._files.close()
         self.files_w.close()
 
     def close_in_child(self) -> None:
         """What is ours; the other ends are the keeper's, which may be this child."""
-        os.close(self.pipe)
+        pipe, self.pipe = self.pipe, -1
+        os.close(pipe)
         self._files.close()

@@ -15,6 +15,7 @@ from typing import Any, assert_never
 
 from holdfast.core.host import Room, Silence
 from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage
+from holdfast.errors import HoldfastError
 from holdfast.local import forks, procfs
 from holdfast.local.answers import Answers
 from holdfast.local.cradle import Orders
@@ -139,7 +140,8 @@ class LocalHost:
         self._leash.end(0.0)
         self._answers.close()
         self._vigil.close()
-        os.close(self._pulse_fd)
+        pulses, self._pulse_fd = self._pulse_fd, -1
+        os.close(pulses)
         self.pulses.clear()  # and with them their mapping
 
     def close_in_child(self) -> None:
@@ -152,10 +154,15 @@ class LocalHost:
             if line is not None:
                 line.hang_up()
 
+    def _end_keeper(self) -> None:
+        """Its workers die with it."""
+        self._leash.kill()
+        self._vigil.begin()
+        self._leash.end(3.0)
+
     def renew(self) -> None:
         self._events.clear()
-        self._leash.kill()  # its workers die with it
-        self._leash.end(3.0)
+        self._end_keeper()
         self._answers.drain(self._events)
         self._events.clear()
         self._begin_room()
@@ -195,6 +202,8 @@ class LocalHost:
     # Where the keeper is gone, `wait` finds that out and says so for each life.
 
     def start(self, worker: int, life: int) -> None:
+        if self._closed:
+            return
         self._end_lifeline(worker)
         line, order, fds = begin_life(worker, life, self._busy, self._gate, self._journals, take_back=self._takes_back)
         self._lifelines[worker] = line
@@ -222,10 +231,10 @@ class LocalHost:
             self._leash.tell(EndLife(worker, life, grace_s))
 
     def kill(self, worker: int, life: int, task: int) -> None:
-        self._answers.drain(self._events)  # it is not on what it has finished
         line = self._line_of(worker, life)
         if line is None:
             return
+        self._answers.drain(self._events)  # it is not on what it has finished
         if line.tasks < 0:  # it leaves after what it is on; what it had not begun was taken back
             if task in line.boxes:
                 self._leash.tell(EndLife(worker, life, 0.0))
@@ -302,6 +311,8 @@ class LocalHost:
         return events
 
     def _sleep(self, limit: float) -> None:
+        if self._closed:
+            raise HoldfastError("these workers have been ended: nothing more will come from them")
         vigil, leash = self._vigil, self._leash
         while not self._events and not vigil.rung:
             ready = vigil.wait(min(limit, leash.due))
@@ -376,8 +387,7 @@ class LocalHost:
 
     def _lose_keeper(self) -> None:
         """It died, or never came up. Its workers die with it, and nobody is to blame."""
-        self._leash.kill()
-        self._leash.end(3.0)
+        self._end_keeper()
         self._answers.drain(self._events)
         now = time.monotonic()
         for worker, line in enumerate(self._lifelines):

@@ -141,12 +141,11 @@ class Lifeline:
 
     def hang_up(self) -> None:
         """No more tasks: the worker leaves when it has done what it was sent."""
-        if self.tasks >= 0:
-            os.close(self.tasks)
-            self.tasks = -1
-        if self._unread >= 0:
-            os.close(self._unread)
-            self._unread = -1
+        fds = (self.tasks, self._unread)
+        self.tasks = self._unread = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def take_back(self, most: int = 1) -> list[int]:
         """The next tasks that the worker has not begun, if there are any: it will not begin them."""
