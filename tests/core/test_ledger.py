@@ -29,6 +29,7 @@ from holdfast.core.messages import (
     Retire,
     Returned,
     Send,
+    Short,
     Spared,
     Stage,
     Start,
@@ -250,12 +251,37 @@ def test_streams_take_turns_and_end_one_by_one():
     sends = [ledger.on(Drawn(t, 1))[0] for t in range(4)]
     assert [(s.worker, s.number) for s in sends] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     ledger.on(Finished(0, 1, 0, "a"))
-    assert ledger.on(Exhausted(1, 1, 1)) == [Drop(1)]
+    assert ledger.on(Exhausted(1, 1, 1, 0)) == [Drop(1)]
     assert ledger.on(Drawn(4, 1))[0].worker == 0
     assert ledger.open_streams
-    ledger.on(Exhausted(0, 1, 2))
+    ledger.on(Exhausted(0, 1, 2, 1))
     assert not ledger.open_streams
     assert ledger.on(Drawn(5, 1)) == [Drop(5)]
+
+
+@pytest.mark.parametrize("made", [0, 2])
+def test_a_stream_is_as_long_as_its_worker_says(made):
+    """Another count is the result of the task at which it ended: it is raised, and no silent end."""
+    ledger = opened(1, streams=True)
+    ledger.on(Drawn(0, 1))
+    ledger.on(Drawn(1, 1))
+    ledger.on(Finished(0, 1, 0, "a"))
+    assert ledger.on(Exhausted(0, 1, 1, made)) == [Deliver(1, Short(1, 0, made, 1))]
+
+
+def test_a_stream_that_ends_before_what_it_was_asked_first_is_noticed():
+    ledger = opened(1, streams=True)
+    ledger.on(Drawn(0, 1))
+    ledger.on(Drawn(1, 1))
+    assert ledger.on(Exhausted(0, 1, 1, 1)) == [Drop(0), Deliver(1, Short(1, 0, 1, 0))]
+
+
+def test_streams_that_were_left_are_known_with_what_was_asked_of_them():
+    ledger = opened(streams=True)
+    for task in range(3):
+        ledger.on(Drawn(task, 1))
+    ledger.on(Exhausted(1, 1, 1, 0))
+    assert ledger.streams_left == {0: 2}
 
 
 def test_a_stream_that_kills_is_given_up_under_any_policy():
@@ -296,7 +322,7 @@ def test_the_story_gives_every_kind_of_event_back():
         Booted(0, 1),
         BootFailed(0, 1, None),
         Finished(0, 1, 0, None, 1),
-        Exhausted(0, 1, 0),
+        Exhausted(0, 1, 0, 0),
         Exited(0, 1, 1.0, Cause.EXIT, 1, place),
         Allowed(3, False),
     ]
@@ -378,7 +404,7 @@ def test_a_stream_that_died_after_its_end_lives_again_in_the_next_epoch():
     ledger = opened(streams=True)
     ledger.on(Drawn(0, 1))
     ledger.on(Drawn(1, 1))
-    ledger.on(Exhausted(1, 1, 1))
+    ledger.on(Exhausted(1, 1, 1, 0))
     ledger.on(gone(1, 1, Cause.SIGNAL, 9))
     assert ledger.lives == [1, -2]
     following = Ledger(2, 2, Policy(), streams=True, running=ledger.lives)

@@ -32,6 +32,7 @@ from holdfast.core.messages import (
     Renew,
     Retire,
     Send,
+    Short,
     Stage,
     Start,
     Stop,
@@ -107,6 +108,7 @@ class Schedules(RuleBasedStateMachine):
                         assert position in self.begun.get(task, ()), "blamed without having begun"
                 case Deliver(task, result):
                     self.end(task, "delivered")
+                    assert not isinstance(result, Short), "each stream was as long as its worker said"
                     if isinstance(result, Lost):
                         at = result.position
                         assert at == -1 or at in self.begun[task], "blamed without having begun"
@@ -162,7 +164,7 @@ class Schedules(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.busy()))
         task = self.held[worker][0]
         self.held[worker] = []
-        self.tell(Exhausted(worker, self.lives[worker], task))
+        self.tell(Exhausted(worker, self.lives[worker], task, self.sends[task].number))
 
     @precondition(lambda self: not self.stop and self.lives)
     @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0))
@@ -202,7 +204,7 @@ class Schedules(RuleBasedStateMachine):
         if kind == "finished":
             self.tell(Finished(worker, life, task, "late"))
         elif kind == "exhausted":
-            self.tell(Exhausted(worker, life, task))
+            self.tell(Exhausted(worker, life, task, 0))
         else:
             self.tell(Exited(worker, life, self.clock, Cause.EXIT, 1, Place(task, 0, Stage.FETCH, 0.0)))
         assert self.ended == ended, "an earlier life was listened to"

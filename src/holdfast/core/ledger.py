@@ -18,6 +18,7 @@ The rules:
  8. The same events give the same actions.
  9. A worker that left for a fresh one, was never born or was taken away is nobody's fault. Its tasks go to its next
     life; or, where fewer workers are allowed than there are, to the others.
+   As many batches of a stream have come when it ends as its worker has counted: or that is the result of the task.
 10. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
     do it once more. One that is withdrawn takes its worker with it, and nobody else.
 11. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
@@ -53,6 +54,7 @@ from holdfast.core.messages import (
     Rested,
     Retire,
     Returned,
+    Short,
     Spared,
     Stage,
     Start,
@@ -136,6 +138,16 @@ class Ledger:
     def open_streams(self) -> bool:
         """False when every iterable worker has come to its end: there is nothing left to draw."""
         return self._streams is None or self._streams.open
+
+    @property
+    def ended_streams(self) -> int:
+        """How many have come to their end."""
+        return 0 if self._streams is None else self._streams.ended
+
+    @property
+    def streams_left(self) -> dict[int, int]:
+        """Worker -> batches asked of its stream, where that has not come to its end."""
+        return {worker.id: worker.drawn for worker in self._workers if worker.open and worker.drawn}
 
     @property
     def parked(self) -> list[object]:
@@ -265,10 +277,17 @@ class Ledger:
         if event.life != worker.life or event.task not in worker.tasks:
             return ()
         self._patience.progress()
+        task = worker.tasks[event.task]
+        came = task.number - [*worker.tasks].index(event.task)  # those before it that it still holds did not
+        if event.made != came or came != task.number:
+            del worker.tasks[event.task]
+            task.done, task.result = True, Short(event.task, event.worker, event.made, came)
         return self._end_stream(worker)
 
     def _end_stream(self, worker: Worker) -> list[Action]:
         worker.open = False
+        assert self._streams is not None
+        self._streams.ended += 1
         for task in worker.tasks.values():
             task.done, task.result = True, None
         worker.tasks.clear()

@@ -129,11 +129,12 @@ class Finished(NamedTuple):
 
 
 class Exhausted(NamedTuple):
-    """An iterable dataset has nothing left in this worker."""
+    """An iterable dataset has nothing left in this worker. `made`: batches, by the worker's own count."""
 
     worker: int
     life: int
     task: int
+    made: int
 
 
 class Exited(NamedTuple):
@@ -275,6 +276,15 @@ class Stop(NamedTuple):
 
 
 Action = Start | Kill | TakeBack | Release | Send | Retire | Deliver | Drop | Discard | Renew | Note | Stop
+
+
+class Short(NamedTuple):
+    """The result of the task at which a stream ended: as many batches were made by the worker's count, came by ours."""
+
+    task: int
+    worker: int
+    made: int
+    came: int
 
 
 class Lost(NamedTuple):

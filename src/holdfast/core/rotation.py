@@ -33,6 +33,7 @@ class Streams(RoundRobin):
         super().__init__(workers)
         self._depth = depth
         self._in_order = in_order
+        self.ended = 0
 
     @property
     def open(self) -> bool:

@@ -1,6 +1,6 @@
 """Supervisor: wait, tell the ledger, act. The few lines between who decides and who does.
 
-What the user's side gets out of it: `ready`, the results whose turn has come; `drops`, how many tasks ended without
+What the user's side gets out of it: `ready`, the results whose turn has come; `dropped`, how many tasks ended without
 one; `notes`, incidents to be diagnosed; `stop`, set when going on would not help.
 """
 
@@ -49,6 +49,7 @@ class Supervisor:
         self.ready: deque[Deliver] = deque()
         self.notes: deque[Note | Silence] = deque()
         self.resolved = 0  # tasks that were delivered or dropped
+        self.dropped = 0
         self.stop: Stop | None = None
         # An exception from outside cut an action short: what the ledger thinks may not be what is.
         self.torn = False
@@ -106,6 +107,7 @@ class Supervisor:
                     self._host.release(action.worker, action.life, LEAVE_S)
                 case Drop():
                     self.resolved += 1
+                    self.dropped += 1
                 case Discard():
                     self._host.discard(action.result)
                 case Note():

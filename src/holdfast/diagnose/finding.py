@@ -16,7 +16,7 @@ from holdfast.local.raised import Raised
 KEEPER, TRAINER = -1, -2
 
 Confidence = Literal["certain", "likely", "possible"]
-What = Literal["exited", "silent", "signal", "raised", "retried", "boot", "room", "copied", "unpinned"]
+What = Literal["exited", "silent", "signal", "raised", "retried", "boot", "room", "copied", "unpinned", "stateless"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,8 @@ def _headline(case: Case, finding: Finding) -> str:
             return f"{who} has copied {case.code} MiB of what it shared with the trainer"
         case "unpinned":
             return "the trainer cannot let the device read shared memory in place"
+        case "stateless":
+            return f"{who} cannot save the state of its stream"
         case "exited":
             end = _end(case)
         case "silent":

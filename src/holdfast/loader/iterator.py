@@ -22,22 +22,25 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _shar
 
 from holdfast.core.crew import Crew
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost
+from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Short
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.report import Record
-from holdfast.errors import BatchTimeout, LoaderTorn, WrongProcess
+from holdfast.errors import BatchTimeout, HoldfastError, LoaderTorn, WrongProcess
 from holdfast.loader import seeds
 from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.leaves import moved
 from holdfast.loader.orders import Orders
+from holdfast.loader.stream import Snapshot
 from holdfast.loader.tell import Teller
 from holdfast.loader.totals import totals
 from holdfast.loader.weigh import large_parts
+from holdfast.loader.whole import fewer_items, missing, short
 from holdfast.local import forks
 from holdfast.local.cgroups import usable_cpus
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
+from holdfast.local.raised import Raised
 from holdfast.local.room import growth_bytes
 from holdfast.policy import Policy
 
@@ -85,6 +88,15 @@ class WorkerIterator(_BaseDataLoaderIter):
             device, pinned_for, self._factor * self._num_workers, record
         )
         self._pin_memory = self._pin_memory and device is None  # what is on a device cannot be pinned
+        self._stats = partial(totals, record, loader.num_workers, self._dataset)
+        self._owner = os.getpid()
+        forks.watch(self)
+        self._open_host(loader)
+        self._reset(loader, first_iter=True)
+
+    def _open_host(self, loader: Any) -> None:
+        """New processes, and what knows of them. Nothing of a host that is closed is used again."""
+        policy, record = self._policy, self._record
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close)
@@ -92,12 +104,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
         self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
-        self._stats = partial(totals, record, loader.num_workers, self._dataset)
-        self._owner = os.getpid()
-        forks.watch(self)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
-        self._reset(loader, first_iter=True)
 
     def _make_host(self, loader: Any) -> LocalHost:
         init = loader.worker_init_fn
@@ -138,8 +146,13 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """A new epoch; with persistent workers, in the processes of the last one."""
+        fresh = first_iter
         if not first_iter:
+            self._leave_epoch()
             super()._reset(loader)
+            fresh = self._host.closed  # it was stopped, or shut down from outside
+            if fresh:
+                self._open_host(loader)
         self._epoch += 1
         # The first epoch is seeded by what torch drew; later ones of persistent workers each by their number.
         base = int(self._base_seed)
@@ -150,14 +163,15 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._over = False
         self._began = time.monotonic()
         self._last_words: BaseException | None = None
+        self._told = 0  # batches for which next() raised, or of which nothing was left
         if self._ferry is not None:
             self._ferry.clear()
         self._teller.first_task = self._first_task
-        if not first_iter:
+        if not fresh:
             for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
                 self._host.discard(result)  # of an epoch that was left
-        running = [] if first_iter else self._ledger.lives
-        if first_iter:
+        running = [] if fresh else self._ledger.lives
+        if fresh:
             self._crew = Crew(self._num_workers, self._start, self._adapt)
             self._crew.room(*self._host.room)
         self._crew.rest()
@@ -176,10 +190,40 @@ class WorkerIterator(_BaseDataLoaderIter):
         )
         self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._crew)
         self._ready: deque[Deliver] = self._supervisor.ready
-        if not first_iter:
+        if not fresh:
             self._host.abandon_below(self._next_task)
         self._supervisor.open()
         self._draw()
+
+    def _leave_epoch(self) -> None:
+        """The one before. What was asked of streams is given first, as with torch: a dataset may go on from there."""
+        supervisor, limit = self._supervisor, self._timeout or None
+        if not self._iterable or self._host.closed or supervisor.torn:
+            return
+        began = time.monotonic()
+        while supervisor.resolved < self._next_task - self._first_task and supervisor.stop is None:
+            left = None if limit is None else began + limit - time.monotonic()
+            if left is not None and left <= 0:
+                raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
+            self._pass_over()
+            supervisor.step(left)
+        self._pass_over()
+        if supervisor.stop is not None:
+            self._stopped()  # it is in the report; the new epoch has new processes
+        else:
+            self._orders.leave(self._ledger.streams_left)
+
+    def _pass_over(self) -> None:
+        """Batches that nobody will get, but for what they say of their stream."""
+        while self._supervisor.notes:
+            self._teller.incident(self._supervisor.notes.popleft())
+        while self._ready:
+            _, result = self._ready.popleft()
+            if isinstance(result, Parcel) and not result.failed:
+                notes, _ = self._host.take_out(result)
+                self._note_snapshot(notes[1], result.worker)
+            else:
+                self._host.discard(result)
 
     # The path of a batch -------------------------------------------------------------------------------------------
 
@@ -234,7 +278,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._raise_stop()
             if not ready:
                 self._end()
-                raise StopIteration
+                raise self._not_whole() or StopIteration
             unpacked = self._take()
             if unpacked is not None:
                 return unpacked
@@ -254,7 +298,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         samples = self._orders.take(task)
         if not self._drained and self._ferry is None:
             self._draw()
-        return self._open(task, samples, result)
+        try:
+            unpacked = self._open(task, samples, result)
+        except Exception:
+            self._told += 1
+            raise
+        self._told += unpacked is None
+        return unpacked
 
     def _wait(self) -> None:
         """Until a batch is ready, or nothing is left to wait for."""
@@ -265,6 +315,11 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._draw()  # dropped tasks made room
                 if supervisor.resolved == self._next_task - self._first_task:
                     break
+            if self._host.closed:
+                raise LoaderTorn(
+                    "the workers of this loader were shut down in the middle of an epoch: what was to come is lost\n"
+                    "    try    make a new iterator: iter(loader)"
+                )
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
                 raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
@@ -292,7 +347,11 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _draw(self) -> None:
         """Take from the sampler what there is room for: never further ahead than torch does."""
         supervisor = self._supervisor
-        room = self._factor * self._ledger.at_work - (0 if self._ferry is None else len(self._ferry))
+        room = self._factor * self._ledger.at_work
+        if self._iterable:  # as torch: one more for each stream that has ended, none for what was asked of it in vain
+            room = max(1, room + self._ledger.ended_streams - supervisor.dropped)
+        if self._ferry is not None:
+            room -= len(self._ferry)
         while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < room:
             if self._drained:
                 return
@@ -312,10 +371,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         """The batch; None where nothing was left of it. Raises what the user must see."""
         if isinstance(result, Lost):
             raise self._teller.lost(result)
+        if isinstance(result, Short):
+            raise short(result)
         assert isinstance(result, Parcel)
         # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
         content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
         if result.failed:
+            self._orders.items.pop(result.worker, None)
             raise self._teller.failure(content, task - self._first_task, result.worker)
         notes, batch = content
         if notes is not None:
@@ -354,8 +416,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         """What went wrong on the way to a batch, and a stream's place after it; gives how many samples are in it."""
         if self._iterable:
             troubles, snapshot, samples = notes
-            if snapshot is not None:
-                self._orders.snapshots[worker] = snapshot
+            self._note_snapshot(snapshot, worker)
+            if worker in self._orders.items:
+                self._orders.items[worker] += samples
         else:
             troubles = notes
             samples -= sum(trouble.fate == "skipped" for trouble in troubles)
@@ -363,8 +426,18 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._teller.trouble(trouble, batch, worker)
         return int(samples)
 
+    def _note_snapshot(self, snapshot: Snapshot | Raised | None, worker: int) -> None:
+        """A place to which the next life of this worker can be brought; or why there is none."""
+        if isinstance(snapshot, Raised):
+            self._teller.no_snapshots(snapshot, worker)
+        elif snapshot is not None:
+            self._orders.snapshots[worker] = snapshot
+
     def _raise_stop(self) -> None:
-        """Going on would not help."""
+        raise self._stopped()
+
+    def _stopped(self) -> BaseException:
+        """Going on would not help: the exception to raise. All processes are ended."""
         stop = self._supervisor.stop
         assert stop is not None
         if not self._over:
@@ -377,7 +450,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             )
             self._finalizer()
         assert self._last_words is not None
-        raise self._last_words
+        return self._last_words
 
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
@@ -390,6 +463,12 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._ready.clear()
 
     # The end -------------------------------------------------------------------------------------------------------
+
+    def _not_whole(self) -> HoldfastError | None:
+        """Something that was asked for did not come, and nobody was told."""
+        asked = self._next_task - self._first_task
+        lost = missing(asked, self._num_yielded, self._told, self._supervisor.dropped)
+        return lost or fewer_items(self._host.items, self._orders.items)
 
     def _end(self) -> None:
         self._record.need, self._record.wish = self._host.need, self._crew.wish if self._adapt else 0

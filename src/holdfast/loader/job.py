@@ -4,7 +4,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,18 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
-from holdfast.core.messages import Stage
+from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.fetch import Draw, Failed, MapFetcher
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
-from holdfast.loader.stream import StreamFetcher
+from holdfast.loader.stream import Left, Place, StreamFetcher
 from holdfast.local import birth
-from holdfast.local.pulse import Pulse
+from holdfast.local.pulse import KEPT_APART, Pulse
 from holdfast.local.raised import Raised
 from holdfast.local.wire import Kind
-from holdfast.local.worker import Reply
+from holdfast.local.worker import Reply, Spent
 from holdfast.policy import Policy
 from holdfast.shm.desk import Desk
 from holdfast.shm.memory import new_file
@@ -220,31 +220,17 @@ class LoaderJob:
         return self._send((troubles or None, batch), desk, samples, indices, bad)
 
     def _stream_batch(self, asked: Any, desk: Desk) -> Reply:
-        base_seed, epoch, number, size, done, snapshot, shared_seed = asked
+        base_seed, epoch, number, size, shared_seed, place = asked
         recipe = self._recipe
         if epoch != self._epoch:
-            self._epoch = epoch
-            self._seed_datapipe(shared_seed)
-            self._seed_stream = self._stream_seeder(base_seed)
-            self._stream = StreamFetcher(
-                self._dataset,
-                recipe.collate_fn,
-                recipe.auto_collation,
-                recipe.drop_last,
-                recipe.policy,
-                self._seed_stream,
-                words=self._pulse.words,
-                catch=BaseException,
-            )
+            self._begin_stream(base_seed, epoch, number, size, shared_seed, place)
         stream = self._stream
         assert stream is not None
-        if stream.number < number:
-            stream.resume(number, done, snapshot, size)
-        self._seed_stream(number)
+        stream.prepare(number)
         try:
             items, troubles = stream.take(size)
         except StopIteration:
-            return Reply(Kind.EXHAUSTED)
+            return Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
         self._stack.space = desk.space() if self._default_collate else None
         try:
             batch = stream.collate(items)
@@ -252,6 +238,51 @@ class LoaderJob:
             self._stack.space = None
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1)
         return self._send((notes, batch), desk, items, None, len(troubles))
+
+    def _begin_stream(
+        self, base_seed: int, epoch: int, number: int, size: int, shared_seed: int | None, place: Place
+    ) -> None:
+        """An epoch begins for this life; at batch `number`, where another life was before."""
+        if self._stream is not None and self._stream.spoilt:
+            raise Spent(Leave.ASKED, ())  # a fresh life begins with the dataset as it was
+        done, snapshot, left = place
+        fresh = self._stream is None
+        self._epoch = epoch
+        self._seed_datapipe(shared_seed)
+        self._stream = self._new_stream(base_seed)
+        if fresh and snapshot is None:
+            try:
+                self._go_through(left, size)
+            except StreamBroken:
+                self._stream.give_up(number)
+                raise
+        if number:
+            self._stream.resume(number, done, snapshot, size)
+
+    def _go_through(self, left: Sequence[Left], size: int) -> None:
+        """Epochs that were left, in an earlier life, since the dataset last came to its end: they have moved it."""
+        words = self._pulse.words
+        for base_seed, number, done, snapshot in left:
+            if words[KEPT_APART]:
+                return  # it begins at its start, wherever it was left
+            stream = self._new_stream(base_seed)
+            stream.resume(number, done, snapshot, size)
+            if snapshot is not None and not stream.moves:
+                words[KEPT_APART] = 1
+                raise Spent(Leave.ASKED, ())  # the next life knows
+
+    def _new_stream(self, base_seed: int) -> StreamFetcher:
+        recipe = self._recipe
+        return StreamFetcher(
+            self._dataset,
+            recipe.collate_fn,
+            recipe.auto_collation,
+            recipe.drop_last,
+            recipe.policy,
+            self._stream_seeder(base_seed),
+            words=self._pulse.words,
+            catch=BaseException,
+        )
 
     def _stream_seeder(self, base_seed: int) -> Callable[[int], None]:
         """Random numbers of a stream depend on (base seed, worker, batch)."""

@@ -6,12 +6,13 @@ kill: so the same bytes come, whoever loads them. Nothing here knows the iterato
 
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.core.messages import Send
 from holdfast.diagnose.finding import Again
 from holdfast.loader import seeds
+from holdfast.loader.stream import Left, Place, Snapshot
 from holdfast.policy import Policy
 
 # Indices a worker may try in the place of a bad one.
@@ -29,6 +30,20 @@ class Orders:
         self._skips = policy.bad_sample == "skip"
         self._replaces = policy.bad_sample == "replace"
         self._spares_wanted = self._replaces and not iterable
+        self.snapshots: dict[int, Snapshot] = {}  # worker -> the last state of its stream that it sent in this epoch
+        self._left: dict[int, list[Left]] = {}  # worker -> epochs that were left since its stream came to an end
+
+    def leave(self, streams: Mapping[int, int]) -> None:
+        """An epoch is over. `streams`: worker -> batches it has given, where its stream has not come to an end."""
+        for worker in [worker for worker in self._left if worker not in streams]:
+            del self._left[worker]
+        for worker, number in streams.items():
+            snapshot = self.snapshots.get(worker)
+            left: Left = (self._seed, number, self._marks[worker], snapshot)
+            if snapshot is not None:
+                self._left[worker] = [left]
+            elif worker in self._left:
+                self._left[worker].append(left)
 
     def begin(self, seed: int, epoch: int, first_task: int, shared_seed: int | None) -> None:
         self._seed = seed
@@ -40,7 +55,10 @@ class Orders:
         self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
         self._missing: dict[int, int] = {}  # task -> samples that are left out because they kill
         self._at_hand: tuple[int, Any] = (-1, None)  # the task that was taken last: it may still be told of
-        self.snapshots: dict[int, Any] = {}  # worker -> the last state of its stream that it sent
+        self.snapshots.clear()
+        self._placed: dict[int, int] = {}  # worker -> the life that knows where its stream is
+        # worker -> items of its stream that came; none where that is not known
+        self.items = dict.fromkeys(range(len(self._marks)), 0) if self._iterable else {}
 
     def add(self, task: int, asked: Any) -> int:
         """How many samples that is."""
@@ -81,9 +99,9 @@ class Orders:
     def payload(self, send: Send) -> bytes:
         asked = self._asked[send.task]
         if self._iterable:
-            done, snapshot = self._marks[send.worker], self.snapshots.get(send.worker)
             size = len(asked) if self._auto_collation else 1
-            return pickle.dumps((self._seed, self._epoch, send.number, size, done, snapshot, self._shared_seed), 5)
+            place = self._place_of(send)
+            return pickle.dumps((self._seed, self._epoch, send.number, size, self._shared_seed, place), 5)
         spares = self._spares(send.task) if self._replaces else ()
         positions = None
         if send.bad:
@@ -92,6 +110,14 @@ class Orders:
                 self._missing[send.task] = len(set(send.bad))
         number = send.task - self._first_task
         return pickle.dumps((self._seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
+
+    def _place_of(self, send: Send) -> Place | None:
+        """Where its stream is, for a life that does not know."""
+        worker = send.worker
+        if self._placed.get(worker) == send.life:
+            return None
+        self._placed[worker] = send.life
+        return self._marks[worker], self.snapshots.get(worker), self._left.get(worker, ())
 
     def _spares(self, task: int) -> list[Any]:
         """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""

@@ -8,14 +8,15 @@ A generator that raised is finished, whatever the policy: what it would have giv
 iterators may go on after an exception.
 """
 
-import copy
 import inspect
+import pickle
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -24,7 +25,7 @@ from holdfast.errors import StreamBroken
 from holdfast.loader.fetch import Failed, Trouble
 from holdfast.loader.shapes import differing
 from holdfast.local.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
-from holdfast.local.raised import capture
+from holdfast.local.raised import Raised, capture
 from holdfast.policy import Policy
 from holdfast.shm.pack import is_plain
 from holdfast.shm.place import CODES
@@ -34,6 +35,13 @@ _EDGE = 32
 _CHILDREN = 16
 # A dataset with state_dict is asked for it at most this often.
 SNAPSHOT_S = 1.0
+
+# Batches done, items in them, their fingerprint, and the pickled state.
+Snapshot = tuple[int, int, int, bytes]
+# Of an epoch that was left: its seed, batches that were asked for, their fingerprint, and the last snapshot.
+Left = tuple[int, int, int, Snapshot | None]
+# Of a stream: the fingerprint of its batches in this epoch, the last snapshot of it, and epochs that moved it before.
+Place = tuple[int, Snapshot | None, Sequence[Left]]
 
 
 class StreamFetcher:
@@ -60,13 +68,14 @@ class StreamFetcher:
         self._words: memoryview = new_words() if words is None else words
         self._catch = catch
         self._items: Iterator[Any] | None = None
-        self._ended = False
-        self._broken = ""
-        self._generators: tuple[Any, ...] | None = None
+        self.ended = False
         self.number = 0  # of the batch that comes next
+        self.items = 0  # in all batches so far, those included that were only replayed
         self.print = 0  # rolling fingerprint of all items so far
         self._snapshot_at = 0.0
-        self._held: tuple[int, int, Any] | None = None  # the last one, until another batch is done
+        self._held: Snapshot | Raised | None = None  # the last one, until another batch is done
+        self._restored = False  # the dataset was given a state
+        self._lives_there = False  # and what it gives as its state is that at once
 
     # The stream ----------------------------------------------------------------------------------------------------
 
@@ -78,16 +87,24 @@ class StreamFetcher:
             try:
                 self._items = iter(self._dataset)
             except self._catch as error:
-                self._ended = True
+                self.ended = True
                 raise Failed(error, 0, None, Stage.FETCH, 1) from error
 
-    def resume(self, number: int, print_: int, snapshot: tuple[int, int, Any] | None, size: int) -> None:
+    @property
+    def moves(self) -> bool:
+        """The state that it was given is its own place now, from which also a next iter() may go on."""
+        return self._restored and self._lives_there
+
+    @property
+    def spoilt(self) -> bool:
+        """The next epoch must not begin with this dataset: it may begin where it was told to go on in this one."""
+        return self._restored and (self.ended or not self._lives_there)
+
+    def resume(self, number: int, print_: int, snapshot: Snapshot | None, size: int) -> None:
         """Bring a new life to where the last one was: `number` batches are done, whose fingerprint is `print_`."""
-        if snapshot is not None:
-            at, so_far, state = snapshot
-            self._restore(state)
-            self.number, self.print = at, so_far
-        while self.number < number and not self._ended:
+        if snapshot is not None and self._restore(snapshot[-1]):
+            self.number, self.items, self.print, _ = snapshot
+        while self.number < number and not self.ended:
             self._seed(self.number)
             try:
                 self.take(size, Stage.REPLAY)
@@ -96,7 +113,7 @@ class StreamFetcher:
             except Failed:
                 continue  # it raised for the last life too, and that was told
         if self.number != number or self.print != print_:
-            self._ended = True
+            self.give_up(number)
             raise StreamBroken(
                 f"the dataset's stream gave other items when it was replayed for batch {number} of this worker: "
                 "its order is not reproducible, so nothing more can be taken from it without loss\n"
@@ -104,55 +121,104 @@ class StreamFetcher:
                 "dataset state_dict() and load_state_dict()"
             )
 
-    def _restore(self, state: Any) -> None:
-        if hasattr(self._dataset, "load_state_dict"):
-            self._dataset.load_state_dict(state)
-            self._seed(0)  # as when the last life opened it
-            self._open()
-        else:
-            self._seed(0)
-            self._open()
-            self._items.load_state_dict(state)  # type: ignore[union-attr]
+    def _restore(self, packed: bytes) -> bool:
+        """False where it will not go on from there: then the stream is replayed from its start."""
+        self._restored = True
+        try:
+            if hasattr(self._dataset, "load_state_dict"):
+                self._dataset.load_state_dict(pickle.loads(packed))
+                self._lives_there = self._is_at(self._dataset, packed)
+                self._seed(0)  # as when the last life opened it
+                self._open()
+            else:
+                self._seed(0)
+                self._open()
+                items: Any = self._items
+                items.load_state_dict(pickle.loads(packed))
+                self._lives_there = self._is_at(items, packed)
+        except self._catch:  # user code; what it has changed shows in the fingerprint
+            self._items, self.ended = None, False
+            return False
+        return True
 
-    def snapshot(self) -> tuple[int, int, Any] | None:
-        """(batches done, fingerprint, state) of a dataset that knows its state; now and then.
+    def _is_at(self, owner: Any, packed: bytes) -> bool:
+        """The state that it was given is its own now, and not only kept until somebody iterates."""
+        try:
+            return bool(owner.state_dict() == pickle.loads(packed))
+        except self._catch:  # perhaps nothing that can be compared
+            return False
+
+    def snapshot(self) -> Snapshot | Raised | None:
+        """(batches done, items in them, fingerprint, state) of a dataset that knows its state; now and then.
 
         One batch late: who begins there comes by a batch that is known, so a state that leads elsewhere is noticed.
+        Once, why there is none: its state_dict() raised, perhaps because it wants arguments.
         """
         held, self._held = self._held, None
-        owner: Any = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
-        if not hasattr(owner, "state_dict") or not hasattr(owner, "load_state_dict"):
-            return None
         now = time.monotonic()
-        if now - self._snapshot_at >= SNAPSHOT_S:
-            self._snapshot_at = now
-            self._held = self.number, self.print, copy.deepcopy(owner.state_dict())
+        if now - self._snapshot_at < SNAPSHOT_S:
+            return held
+        self._snapshot_at = now
+        try:
+            owner: Any = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
+            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+                self._held = self.number, self.items, self.print, cloudpickle.dumps(owner.state_dict(), 5)
+        except self._catch as error:
+            self._snapshot_at = float("inf")
+            self._held = capture(error)
         return held
 
     # Batches -------------------------------------------------------------------------------------------------------
 
+    def prepare(self, number: int) -> None:
+        """The next batch is to be this one."""
+        self._seed(number)
+        if self.number != number and not self.ended:
+            came = self.number
+            self.give_up(number)
+            raise StreamBroken(
+                f"this worker's stream has come to batch {came}, and was asked for batch {number}: "
+                "to go on would lose or double samples\n"
+                "    try    please report this; a new iterator begins clean: iter(loader)"
+            )
+
+    def give_up(self, number: int) -> None:
+        """Of this batch an error is told, and none follows."""
+        self.ended, self.number = True, number + 1
+
     def take(self, size: int, stage: Stage = Stage.FETCH) -> tuple[Any, list[Trouble]]:
         """The items of the next batch. StopIteration at the end of the stream."""
-        if self._broken:
-            self._ended, self._broken = True, ""
-        if self._ended:
+        if self.ended:
             raise StopIteration
-        self._open()
         self.number += 1
+        self._open()
         troubles: list[Trouble] = []
         if not self._auto_collation:
-            return self._item(0, stage, troubles), troubles
+            try:
+                item = self._item(0, stage, troubles)
+            except StopIteration:
+                self._end()
+                raise
+            self.items += 1
+            return item, troubles
         items: list[Any] = []
         for position in range(size):
             try:
                 items.append(self._item(position, stage, troubles))
             except StopIteration:
-                self._ended = True
+                self.ended = True
                 break
         if not items or (self._drop_last and len(items) < size):
+            self._end()
             raise StopIteration
+        self.items += len(items)
         self._words[SAMPLES] += len(items)
         return items, troubles
+
+    def _end(self) -> None:
+        """There is no such batch. Nobody asks it for more: some iterators would begin again."""
+        self.ended = True
+        self.number -= 1
 
     def _item(self, position: int, stage: Stage, troubles: list[Trouble]) -> Any:
         words = self._words
@@ -167,7 +233,7 @@ class StreamFetcher:
                 raise
             except self._catch as error:
                 if inspect.isgenerator(self._items):
-                    self._ended = True
+                    self.ended = True
                     error.add_note(
                         "The dataset's generator raised, so it is finished: what it would still have given in this "
                         "worker is lost. Catch the exception inside __iter__ to go on."

@@ -85,6 +85,12 @@ class Teller(Voice):
         did = "copied batches into memory that torch pins; nothing is lost but speed"
         self.tell(replace(self.blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
 
+    def no_snapshots(self, raised: Raised, worker: int) -> None:
+        """A stream's state cannot be taken: said once."""
+        if not self.record.counts["incident:stream-without-state"]:
+            did = "took no snapshots: if a worker dies, the next one replays its stream"
+            self.tell(replace(self.blank, what="stateless", worker=worker, raised=raised, did=did, at=time.time()))
+
     # Exceptions ----------------------------------------------------------------------------------------------------
 
     def _raised(self, raised: Raised, worker: int, batch: int, index: object, position: int, **facts: Any) -> Case:

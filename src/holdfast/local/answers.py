@@ -21,14 +21,17 @@ _AT_ONCE = RECORD.size * 50
 
 
 class Answers:
-    """`lifelines`, `marks`: of each worker, as they are now; the marks are written here.
+    """`lifelines`, `marks`, `items`: of each worker, as they are now; the last two are written here.
 
     `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper.
     """
 
-    def __init__(self, lifelines: Sequence[Lifeline | None], marks: list[int], journals: Journals) -> None:
+    def __init__(
+        self, lifelines: Sequence[Lifeline | None], marks: list[int], items: dict[int, int], journals: Journals
+    ) -> None:
         self._lifelines = lifelines
         self._marks = marks
+        self._items = items
         self._journals = journals
         self._floor = 0
         self.pipe, self.pipe_w = os.pipe2(os.O_CLOEXEC)
@@ -41,6 +44,7 @@ class Answers:
         """Marks of tasks before this one do not count any more."""
         self._floor = task
         self._marks[:] = [0] * len(self._marks)
+        self._items.clear()
 
     def drain(self, events: list[Event | Silence | Room]) -> None:
         """All that workers have said so far."""
@@ -88,7 +92,9 @@ class Answers:
                     worker, life, Parcel(line.slots, slot, None, where, buffers, spec_bytes, True, worker)
                 )
             case Kind.EXHAUSTED:
-                return Exhausted(worker, life, task)
+                if task >= self._floor:
+                    self._items[worker] = buffers
+                return Exhausted(worker, life, task, bad)
             case Kind.ABANDONED:
                 return None  # its letter box is free already, and it had no slot
             case Kind.BATCH_IN_FILE:
@@ -120,16 +126,20 @@ class Answers:
     def close(self) -> None:
         """What nobody has asked for goes, too."""
         self._take_files()
-        for fd in (self.pipe, self.pipe_w, *self._taken.values()):
-            os.close(fd)
+        fds = (self.pipe, self.pipe_w, *self._taken.values())
+        self.pipe = self.pipe_w = -1
         self._taken.clear()
+        for fd in fds:
+            os.close(fd)
         self._files.close()
         self.files_w.close()
 
     def close_in_child(self, *, keeper: bool) -> None:
         """What is ours; the other ends, too, but in the keeper: they are its own."""
-        os.close(self.pipe)
+        pipe, self.pipe = self.pipe, -1
+        os.close(pipe)
         self._files.close()
         if not keeper:
-            os.close(self.pipe_w)
+            pipe_w, self.pipe_w = self.pipe_w, -1
+            os.close(pipe_w)
             self.files_w.close()

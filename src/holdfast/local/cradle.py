@@ -175,10 +175,13 @@ class Cradle:
             _close((life.batches, life.crash))
             if life.pidfd is not None:
                 os.close(life.pidfd)
+        self._lives = {}
         for waiting in self.unforked:
             _close(waiting.fds)
+        self.unforked.clear()
         if self._trainer is not None:
             os.close(self._trainer)
+            self._trainer = None
 
 
 def _close(fds: Iterable[int]) -> None:

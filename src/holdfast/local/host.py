@@ -15,6 +15,7 @@ from typing import Any, assert_never
 
 from holdfast.core.host import Room, Silence
 from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage
+from holdfast.errors import HoldfastError
 from holdfast.local import forks, procfs
 from holdfast.local.answers import Answers
 from holdfast.local.cradle import Orders
@@ -86,6 +87,7 @@ class LocalHost:
         self._leash = Leash(job, fork=fork)
         self._lifelines: list[Lifeline | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
+        self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self._closed = False
@@ -96,7 +98,7 @@ class LocalHost:
     def open(self) -> None:
         self._thread = threading.get_ident()
         workers = len(self._lifelines)
-        self._answers = Answers(self._lifelines, self.marks, self._journals)
+        self._answers = Answers(self._lifelines, self.marks, self.items, self._journals)
         self._vigil = Vigil(self._answers.pipe)
         self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
         memory = Memory(self._pulse_fd, workers * PAGE)
@@ -140,7 +142,8 @@ class LocalHost:
         self._leash.end(0.0)
         self._answers.close()
         self._vigil.close()
-        os.close(self._pulse_fd)
+        pulses, self._pulse_fd = self._pulse_fd, -1
+        os.close(pulses)
         self.pulses.clear()  # and with them their mapping
 
     def close_in_child(self) -> None:
@@ -155,12 +158,18 @@ class LocalHost:
         self._answers.close_in_child(keeper=keeper)
         self._vigil.close()
         if not keeper:
-            os.close(self._pulse_fd)
+            pulses, self._pulse_fd = self._pulse_fd, -1
+            os.close(pulses)
+
+    def _end_keeper(self) -> None:
+        """Its workers die with it."""
+        self._leash.kill()
+        self._vigil.begin()
+        self._leash.end(3.0)
 
     def renew(self) -> None:
         self._events.clear()
-        self._leash.kill()  # its workers die with it
-        self._leash.end(3.0)
+        self._end_keeper()
         self._answers.drain(self._events)
         self._events.clear()
         self._begin_room()
@@ -200,6 +209,8 @@ class LocalHost:
     # Where the keeper is gone, `wait` finds that out and says so for each life.
 
     def start(self, worker: int, life: int) -> None:
+        if self._closed:
+            return
         self._end_lifeline(worker)
         line, order, fds = begin_life(worker, life, self._busy, self._gate, self._journals, take_back=self._takes_back)
         self._lifelines[worker] = line
@@ -227,10 +238,10 @@ class LocalHost:
             self._leash.tell(EndLife(worker, life, grace_s))
 
     def kill(self, worker: int, life: int, task: int) -> None:
-        self._answers.drain(self._events)  # it is not on what it has finished
         line = self._line_of(worker, life)
         if line is None:
             return
+        self._answers.drain(self._events)  # it is not on what it has finished
         if line.tasks < 0:  # it leaves after what it is on; what it had not begun was taken back
             if task in line.boxes:
                 self._leash.tell(EndLife(worker, life, 0.0))
@@ -307,6 +318,8 @@ class LocalHost:
         return events
 
     def _sleep(self, limit: float) -> None:
+        if self._closed:
+            raise HoldfastError("these workers have been ended: nothing more will come from them")
         vigil, leash = self._vigil, self._leash
         while not self._events and not vigil.rung:
             ready = vigil.wait(min(limit, leash.due))
@@ -381,8 +394,7 @@ class LocalHost:
 
     def _lose_keeper(self) -> None:
         """It died, or never came up. Its workers die with it, and nobody is to blame."""
-        self._leash.kill()
-        self._leash.end(3.0)
+        self._end_keeper()
         self._answers.drain(self._events)
         now = time.monotonic()
         for worker, line in enumerate(self._lifelines):

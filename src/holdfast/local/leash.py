@@ -140,4 +140,5 @@ class Leash:
         if self._process is not None and not self._process.is_alive():
             self._process.close()
         self._process, self.pid = None, 0
+        self.due = 0.0  # if no other can be launched now, it is late
         self.control.close()

@@ -20,7 +20,9 @@ LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
 SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
 # ASKED, LEAVING: a `Leave`. BASE: private memory when it was ready. MEMORY: what it has grown by since, PEAK at most.
 ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES, ALLOWED, WANTED = range(15, 25)
-FIELDS = 25
+# 1: the state that this worker's dataset is given is not its own place. So it was for an earlier life: it stays.
+KEPT_APART = 25
+FIELDS = 26
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
 # From here on in the page: who sent the last signal, see local/sender.py.

@@ -71,6 +71,7 @@ class Spy:
             self._pid = os.posix_spawn(path, words, os.environ, file_actions=out, setsigmask=[])
         except OSError:  # no process to be had, or not a program
             os.close(self._file)
+            self._file = -1
             return False
         return True
 
@@ -82,6 +83,7 @@ class Spy:
         try:
             os.lseek(self._file, 0, os.SEEK_SET)
             with open(self._file, encoding="utf-8", errors="replace") as file:
+                self._file = -1
                 self._seen = read_dump(file.read())
         except ValueError:
             self._seen = None  # it could not look: not allowed to, or the process was gone
@@ -94,6 +96,7 @@ class Spy:
         """In a fork of the keeper."""
         if self._pid:
             os.close(self._file)
+            self._pid, self._file = 0, -1
 
     def stop(self) -> None:
         """Nobody waits any more."""

@@ -22,15 +22,16 @@ class Vigil:
         self._quick = False  # the last wait was short
         self._poll = select.poll()
 
-    def begin(self, control: int) -> None:
-        """There is a keeper, perhaps another one."""
+    def begin(self, *control: int) -> None:
+        """There is a keeper, perhaps another one; or none for now."""
         self._poll = select.poll()
-        for fd in (self._results, control, self.bell):
+        for fd in (self._results, *control, self.bell):
             self._poll.register(fd, select.POLLIN)
 
     def ring(self) -> None:
-        """From any thread."""
-        os.eventfd_write(self.bell, 1)
+        """From any thread, but not while another closes this."""
+        if self.bell >= 0:
+            os.eventfd_write(self.bell, 1)
 
     def answer(self) -> None:
         """It has rung."""
@@ -64,5 +65,8 @@ class Vigil:
         return []
 
     def close(self) -> None:
+        """Nobody is heard any more: other files will have these numbers."""
+        self._poll = select.poll()
         bell, self.bell = self.bell, -1
-        os.close(bell)
+        if bell >= 0:
+            os.close(bell)

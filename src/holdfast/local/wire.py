@@ -29,7 +29,7 @@ _SHORTER = ((64, 16 << 10), (16, 8 << 10), (16, 1 << 10), (9, 100))
 
 
 class Kind(IntEnum):
-    """What a RECORD says."""
+    """What a RECORD says. Of EXHAUSTED `bad` is how many batches the stream had, `buffers` how many items."""
 
     BOOTED = 1
     BOOT_FAILED = 2

@@ -38,6 +38,18 @@ def retried(case: Case) -> Finding | None:
     )
 
 
+def stateless(case: Case) -> Finding | None:
+    """state_dict() of an iterable dataset raised when a snapshot was to be taken."""
+    if case.what != "stateless" or case.raised is None:
+        return None
+    return Finding(
+        "stream-without-state",
+        f"state_dict() of the dataset raised {case.raised.type_name}: {case.raised.text}",
+        ("it was called in the worker, between two batches, without arguments",),
+        "nothing, if replaying is quick enough; else a state_dict() that needs no arguments, and load_state_dict()",
+    )
+
+
 def about_a_file(case: Case) -> Finding | None:
     """The number of the error says what is wrong with the file."""
     if case.raised is None or case.raised.errno not in _FILES or case.what == "boot":
@@ -155,6 +167,7 @@ def raised(case: Case) -> Finding | None:
 
 RULES = (
     retried,
+    stateless,
     about_a_file,
     cuda_in_fork,
     shared_since_fork,

@@ -1,0 +1,117 @@
+"""Iterable datasets that know where they are, each in its own way; importable, so that spawned workers find them."""
+
+import time
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+
+class Plain(IterableDataset):
+    """A worker's share of the numbers below `length`, from the start each time. No state."""
+
+    def __init__(self, length=60, seconds=0.0):
+        self.length = length
+        self.seconds = seconds
+        self.position = 0
+        self.start = 0
+
+    def share(self):
+        info = get_worker_info()
+        return range(self.length)[info.id :: info.num_workers]
+
+    def item(self, position):
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.share()[position]
+
+    def walk(self, start):
+        for position in range(start, len(self.share())):
+            self.position = position + 1
+            yield self.item(position)
+
+    def __iter__(self):
+        return self.walk(0)
+
+
+class Stateful(Plain):
+    def state_dict(self):
+        return {"position": self.position}
+
+
+class Stays(Stateful):
+    """What was loaded is kept, as in Hugging Face's datasets: each later iter() begins there."""
+
+    def __iter__(self):
+        return self.walk(self.start)
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+class Pending(Stateful):
+    """What was loaded is used up by the next iter(), as in torchdata's."""
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        yield from self.walk(start)
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+class GoesOn(Stateful):
+    """Its place is where the next iter() begins; at the end it begins again."""
+
+    def __iter__(self):
+        yield from self.walk(self.position)
+        self.position = 0
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Itself(Stateful):
+    """It is its own iterator."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position >= len(self.share()):
+            self.position = 0
+            raise StopIteration
+        self.position += 1
+        return self.item(self.position - 1)
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Walker:
+    """The state is the iterator's."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.position = 0
+
+    def __next__(self):
+        if self.position >= len(self.dataset.share()):
+            raise StopIteration
+        self.position += 1
+        return self.dataset.item(self.position - 1)
+
+    def __iter__(self):
+        return self
+
+    def state_dict(self):
+        return self.position
+
+    def load_state_dict(self, state):
+        self.position = state
+
+
+class Walked(Plain):
+    def __iter__(self):
+        return Walker(self)
+
+
+KINDS = [Plain, Stays, Pending, GoesOn, Itself, Walked]
