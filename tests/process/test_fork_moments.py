@@ -20,6 +20,9 @@ from tests.conftest import descriptors
 from tests.process import ranks
 from tests.process.data import Images
 
+# Newer Pythons warn of each fork of a process with threads, and a pool has one.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 
 class Watcher:
     """A forked child that looks at a batch until it is told to stop; `unchanged` says what it saw."""
@@ -127,7 +130,7 @@ slow_is_there, go_on = threading.Event(), threading.Event()
 def be_slow():
     if threading.current_thread().name == "slow":
         slow_is_there.set()
-        assert go_on.wait(60)
+        assert go_on.wait(120)
 
 os.register_at_fork(before=be_slow)  # called last: what is registered later is called earlier
 
@@ -152,7 +155,7 @@ class Same(int):
 
 thread = threading.Thread(target=lambda: watchers.append(Watcher(Both())), name="slow")
 thread.start()
-assert slow_is_there.wait(60)
+assert slow_is_there.wait(120)
 held.append(next(iterator)[0].numpy())  # while a fork is under way
 if os.fork() == 0:
     os._exit(0)
@@ -166,7 +169,13 @@ print(sum(1 for _ in iterator), watchers[0].unchanged())
 
 def test_two_threads_may_fork_at_once():
     """Each child sees the batches that were out, also one that came while its fork was under way."""
-    run = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", TWO_THREADS],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert (run.stdout, run.stderr) == ("58 True\n", "")
 
 
@@ -207,7 +216,7 @@ class ForksAtEachLine:
         where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_qualname}"
         if event == "line" and where not in self.lines:
             self._asked.put(where)
-            self.lines[where] = self._answers.get(timeout=60)
+            self.lines[where] = self._answers.get(timeout=120)
         return self._trace
 
     def _fork(self):

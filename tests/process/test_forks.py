@@ -18,6 +18,8 @@ from tests.process import calls, ranks
 from tests.process.data import Images, Numbers
 from tests.process.test_loader import METHODS
 
+# Newer Pythons warn of each fork of a process with threads, and a pool has one.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 # A child that says nothing for this long hangs.
 PATIENCE_S = 60
 

@@ -21,25 +21,31 @@ class PoolFuture(Future[Any]):
         super().__init__()
         self._withdraw: Callable[[int], None] | None = None
         self._number = 0
-        self._owner = os.getpid()
+        self._owner = 0
+
+    def on_cancel(self, withdraw: Callable[[int], None], number: int, owner: int) -> None:
+        """`withdraw(number)` is called, in the thread that cancels, when a running task is not wanted any more.
+
+        `owner`: the process whose pool settles this.
+        """
+        self._withdraw = withdraw
+        self._number = number
+        self._owner = owner
 
     def result(self, timeout: float | None = None) -> Any:
-        self._check_process()
+        if self._state != FINISHED:
+            self._check_process()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._check_process()
+        if self._state != FINISHED:
+            self._check_process()
         return super().exception(timeout)
 
     def _check_process(self) -> None:
         """In a forked child nobody will ever settle it."""
         if self._state in (PENDING, RUNNING) and os.getpid() != self._owner:
             raise forks.wrong_process("future", self._owner, "ask for the result where the task was submitted")
-
-    def on_cancel(self, withdraw: Callable[[int], None], number: int) -> None:
-        """`withdraw(number)` is called, in the thread that cancels, when a running task is not wanted any more."""
-        self._withdraw = withdraw
-        self._number = number
 
     def cancel(self) -> bool:
         with self._condition:

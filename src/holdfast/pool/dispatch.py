@@ -90,7 +90,7 @@ class Dispatcher:
 
     def submit(self, call: Call) -> bool:
         """False when the thread is at its end and takes nothing more."""
-        call.future.on_cancel(self._withdraw, call.number)
+        call.future.on_cancel(self._withdraw, call.number, self._owner)
         with self._lock:
             if self._over:
                 return False
@@ -264,7 +264,7 @@ class Dispatcher:
 
     def _send_soon(self, call: Call) -> None:
         """What is left of a chunk."""
-        call.future.on_cancel(self._withdraw, call.number)
+        call.future.on_cancel(self._withdraw, call.number, self._owner)
         self._waiting.appendleft(call)
         self._counts["submitted"] += 1
 
