@@ -14,11 +14,11 @@ MANY = 310
 
 
 def run(name, workers, method, soft, hard):
-    """What the script says. One that is still there after that time hangs."""
+    """What the script says. One that is still there after that time hangs, however busy the machine is."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
         pytest.skip(f"needs a hard limit of {hard} descriptors")
     command = [sys.executable, "-W", "ignore", SCRIPT, name, *map(str, (workers, method, soft, hard))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -44,7 +44,7 @@ def test_a_keeper_without_descriptors_goes_on_with_the_workers_that_it_has():
     assert told["exact"]
     assert set(told["findings"]) == {"descriptors-exhausted"}
     assert "EMFILE" in told["text"]
-    assert "descriptors open in the keeper, the limit is 200" in told["text"]
+    assert "descriptors open in the keeper, three for each worker; the limit is 200" in told["text"]
 
 
 def test_streams_that_cannot_all_start_for_want_of_descriptors_end_with_that_word():
@@ -52,4 +52,4 @@ def test_streams_that_cannot_all_start_for_want_of_descriptors_end_with_that_wor
     told = run("loader", 100, "fork", 200, 200)
     assert "could not be started" in told["error"]
     assert set(told["findings"]) == {"descriptors-exhausted"}
-    assert "descriptors open in the keeper, the limit is 200" in told["error"]
+    assert "descriptors open in the keeper, three for each worker; the limit is 200" in told["error"]

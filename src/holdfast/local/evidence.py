@@ -180,7 +180,8 @@ def process_limits() -> tuple[str, ...]:
 def descriptor_limits() -> tuple[str, ...]:
     """What may forbid one more descriptor. Which process: the keeper."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    facts = (f"{linux.descriptors()} descriptors open in the keeper, the limit is {soft} (hard {hard})",)
+    count = linux.descriptors()
+    facts = (f"{count} descriptors open in the keeper, three for each worker; the limit is {soft} (hard {hard})",)
     try:
         with open("/proc/sys/fs/file-nr") as file:
             now, _, most = file.read().split()

@@ -18,9 +18,9 @@ def cannot_fork(case: Case) -> Finding | None:
     if evidence.fork_errno in (errno.EMFILE, errno.ENFILE):
         return Finding(
             "descriptors-exhausted",
-            f"the keeper was refused the descriptors of a worker: {what}",
-            (*evidence.limits, "the keeper holds three for each worker"),
-            "a higher hard limit (`ulimit -Hn`, docker run --ulimit nofile=65536:65536), or fewer workers",
+            f"a worker could not have its descriptors: {what}",
+            evidence.limits,
+            "a higher limit (`ulimit -n`, docker run --ulimit nofile=65536:65536), or fewer workers",
         )
     return Finding(
         "cannot-start-process",
