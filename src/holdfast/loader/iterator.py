@@ -303,7 +303,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         except Exception:
             self._told += 1
             raise
-        self._told += unpacked is None
+        if unpacked is None:
+            self._told += 1
         return unpacked
 
     def _wait(self) -> None:
