@@ -301,8 +301,9 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._drained = True
                 return
             task = self._next_task
+            drawn = Drawn(task, self._orders.add(task, asked))  # (an index that cannot be pickled is no task)
             self._next_task = task + 1
-            supervisor.tell(Drawn(task, self._orders.add(task, asked)))
+            supervisor.tell(drawn)
 
     def _open(self, task: int, samples: int, result: object) -> Unpacked | None:
         """The batch; None where nothing was left of it. Raises what the user must see."""
