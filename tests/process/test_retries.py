@@ -10,14 +10,15 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
-from holdfast.errors import LoaderTorn
+from holdfast.errors import LoaderTorn, WorkerLost
 
 
 class Trips(Dataset):
     """Raises at some indices, and kills its worker at others: as often as it is told, over all lives."""
 
-    def __init__(self, folder, deadly=(), raising=(), length=40):
+    def __init__(self, folder, deadly=(), raising=(), length=40, exits=False):
         self.folder, self.deadly, self.raising, self.length = Path(folder), dict(deadly), dict(raising), length
+        self.exits = exits
 
     def __len__(self):
         return self.length
@@ -31,7 +32,7 @@ class Trips(Dataset):
     def __getitem__(self, index):
         index = index[0] if isinstance(index, list) else index
         if index in self.deadly and self._times("death", index) < self.deadly[index]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3) if self.exits else os.kill(os.getpid(), signal.SIGKILL)
         if index in self.raising and self._times("error", index) < self.raising[index]:
             raise OSError(f"sample {index} is bad")
         return index
@@ -81,7 +82,7 @@ def test_a_retry_asks_for_what_the_sampler_gave(nested, bad_sample, tmp_path):
 def test_the_report_names_the_index_that_the_sampler_gave(tmp_path):
     """The sampler's list has moved on when the sample is given up."""
     loader = DataLoader(
-        Trips(tmp_path, deadly={5: ALWAYS}),
+        Trips(tmp_path, deadly={5: ALWAYS}, exits=True),
         batch_sampler=OneList(10, 4, nested=True),
         num_workers=1,
         policy=Policy(bad_sample="skip", strikes=2, max_bad=1.0),
@@ -234,14 +235,32 @@ def test_the_last_items_of_a_stream_are_told_of_though_no_batch_follows(workers,
     assert loader.stats()["samples"] == 8 * each
 
 
-def test_a_spare_that_kills_is_not_told_as_the_sample_it_stands_for(tmp_path):
-    """Samples end their workers, and so do most of those that are to replace them: each is told of once."""
+def test_a_spare_that_kills_is_named_as_itself(tmp_path):
+    """Samples end their workers, and so do some of those that are to replace them: each is bad once."""
     loader = DataLoader(
-        Trips(tmp_path, deadly=dict.fromkeys(range(3), ALWAYS), length=16),
+        Trips(tmp_path, deadly=dict.fromkeys(range(3), ALWAYS), length=16, exits=True),
         batch_size=4,
         num_workers=1,
-        policy=Policy(bad_sample="replace", strikes=1, max_bad=1.0, restarts=200),
+        generator=torch.Generator().manual_seed(3),
+        policy=Policy(bad_sample="replace", strikes=1, max_bad=1.0),
     )
-    got = flat(loader)
-    assert got == [3, 3, 3, *range(3, 16)]
+    assert flat(loader) == [3, 3, 3, *range(3, 16)]
     assert [bad.index for bad in loader.report().bad_samples] == [0, 1, 2]
+    spares = [incident.index for incident in loader.incidents if "another" in incident.did]
+    assert spares and 3 not in spares
+    assert len(loader.incidents) == 3 + len(spares)
+
+
+def test_a_batch_of_which_nothing_can_be_loaded_is_given_up(tmp_path):
+    """Each of them ends its worker, and so does whatever is tried in its place: next() raises for that batch."""
+    loader = DataLoader(
+        Trips(tmp_path, deadly=dict.fromkeys(range(4), ALWAYS), length=16, exits=True),
+        batch_size=4,
+        num_workers=1,
+        policy=Policy(bad_sample="replace", strikes=1, max_bad=1.0),
+    )
+    it = iter(loader)
+    with pytest.raises(WorkerLost, match="index 0"):
+        next(it)
+    assert [int(x) for batch in it for x in batch] == list(range(4, 16))
+    assert [bad.index for bad in loader.report().bad_samples] == [0]

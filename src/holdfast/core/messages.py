@@ -254,12 +254,16 @@ class Renew(NamedTuple):
 
 
 class Note(NamedTuple):
-    """An incident: what happened, what was done about it, and the standing of the sample it happened on."""
+    """An incident: what happened, what was done about it, and the standing of the sample it happened on.
+
+    `spare`: it was not that sample, but the how-maniest in its place; 0 where it was itself.
+    """
 
     event: Exited
     did: str
     strike: int
     needed: int
+    spare: int = 0
 
 
 class Stop(NamedTuple):

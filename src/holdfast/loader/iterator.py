@@ -317,7 +317,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         notes, batch = content
         if notes is not None:
             samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
-            if batch is None and not samples and not self._iterable:  # (what a collate_fn gives may be None, too)
+            if batch is None and not samples:  # (what a collate_fn gives may be None, too)
                 return None
         if self._gate is not None and self._gate.refused is not None:
             self._teller.not_registered(self._gate.refused)
@@ -356,8 +356,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         else:
             troubles = notes
             samples -= sum(trouble.fate == "skipped" for trouble in troubles)
-        for trouble in troubles:
-            self._teller.trouble(trouble, batch, worker)
+        self._teller.troubles(troubles, batch, worker)
         return int(samples)
 
     def _raise_stop(self) -> None:
@@ -379,11 +378,13 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
         for task, result in results:
-            if isinstance(result, Parcel) and not result.failed:
-                samples = self._orders.take(task)
-                notes, _ = self._host.take_out(result)
-                if notes is not None:
-                    self._take_notes(notes, samples, task - self._first_task, result.worker)
+            if isinstance(result, Parcel):
+                samples, batch = self._orders.take(task), task - self._first_task
+                content = self._host.take_out(result)
+                if result.failed:
+                    self._teller.troubles(content.troubles, batch, result.worker)
+                elif content[0] is not None:
+                    self._take_notes(content[0], samples, batch, result.worker)
         self._ready.clear()
 
     # The end -------------------------------------------------------------------------------------------------------

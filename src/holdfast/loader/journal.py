@@ -39,16 +39,17 @@ class Journal:
     def restore(self, saved: memoryview, count: int) -> list[Any]:
         """The samples that are there already; the generators go on where they were after the last of them."""
         entries = []
-        state = None
         for i in range(count):
             where, buffers, spec_bytes = _ENTRY.unpack_from(saved, i * _ENTRY.size)
-            entry = unpack(saved, where, buffers, spec_bytes, lambda: None)
-            entries.append(entry)
+            try:
+                entries.append(unpack(saved, where, buffers, spec_bytes, lambda: None))
+            except BaseException:  # user code (__setstate__): from here on they are loaded again
+                break
         for sample, state, troubles in entries:
             self.add(sample, troubles, state)
             self.troubles += troubles
-        if state is not None:
-            seeds.restore(state)
+        if entries:
+            seeds.restore(entries[-1][1])
         return [sample for sample, *_ in entries]
 
     def add(self, sample: Any, troubles: Sequence[Any] = (), state: Any = None) -> None:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.messages import Send
+from holdfast.core.task import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.loader import seeds
 from holdfast.policy import Policy
 
-# Indices a worker may try in the place of a bad one.
-SPARES = 8
-# Where in what a worker is told the index or the indices stand.
-_ASKED = 4
+# Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.
+_ASKED, _SPARES = 4, 7
 # Indices of these types cannot change after they were given.
 _FIXED = {int, str, bytes, float, bool}
 
@@ -76,18 +75,23 @@ class Orders:
         samples = self._samples.pop(task)
         return samples - self._missing.pop(task, 0) if self._missing else samples
 
-    def sample_of(self, task: int, position: int) -> tuple[object, Again | None]:
-        """Which sample that is, and how to load it again; None where there is none to name."""
+    def sample_of(self, task: int, position: int, spare: int = 0) -> tuple[object, Again | None]:
+        """Which sample that is, and how to load it again; None where there is none to name.
+
+        `spare`: the how-maniest in its place, or 0 for itself.
+        """
         told = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
         if not told or position < 0:
             return None, None
         try:
-            asked = pickle.loads(told)[_ASKED]
+            head = pickle.loads(told)
         except Exception:  # user code: an index may be anything, and its worker has failed at it, too
             return None, None
-        indices = tuple(asked) if self._auto_collation else (asked,)
+        indices = tuple(head[_ASKED]) if self._auto_collation else (head[_ASKED],)
         if position >= len(indices):
             return None, None
+        if spare:
+            indices = (*indices[:position], head[_SPARES][spare - 1], *indices[position + 1 :])
         return indices[position], Again(self._seed, task - self._first_task, indices[: position + 1], position)
 
     # What a worker is told -----------------------------------------------------------------------------------------

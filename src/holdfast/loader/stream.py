@@ -131,15 +131,20 @@ class StreamFetcher:
 
     # Batches -------------------------------------------------------------------------------------------------------
 
-    def take(self, size: int, stage: Stage = Stage.FETCH) -> tuple[Any, list[Trouble]]:
-        """The items of the next batch. StopIteration at the end of the stream."""
+    def take(
+        self, size: int, stage: Stage = Stage.FETCH, troubles: list[Trouble] | None = None
+    ) -> tuple[Any, list[Trouble]]:
+        """The items of the next batch. StopIteration at the end of the stream.
+
+        `troubles`: what goes wrong on the way is added there, also where there is no batch then.
+        """
         if self._broken:
             self._ended, self._broken = True, ""
         if self._ended:
             raise StopIteration
         self._open()
         self.number += 1
-        troubles: list[Trouble] = []
+        troubles = [] if troubles is None else troubles
         if not self._auto_collation:
             return self._item(0, stage, troubles), troubles
         items: list[Any] = []
