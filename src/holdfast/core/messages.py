@@ -23,6 +23,7 @@ class Stage(IntEnum):
     COLLATE = 5
     SEND = 6  # writing the batch into its slot
     REPLAY = 7  # an iterable dataset is being brought back to its place
+    ANNOUNCE = 8  # its batch is complete; the trainer does not take the word of it
 
 
 class Cause(IntEnum):

@@ -35,6 +35,8 @@ class Answers:
         os.set_blocking(self.pipe, False)
         self._files, self.files_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._files.setblocking(False)
+        os.set_blocking(self.pipe_w, False)  # a worker that has to wait says so in its pulse
+        self.files_w.setblocking(False)
         self._taken: dict[tuple[int, ...], int] = {}  # record -> descriptor of its file
 
     def abandon_below(self, task: int) -> None:

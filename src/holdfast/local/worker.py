@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from holdfast.core.messages import Leave, Stage
@@ -114,6 +115,7 @@ class Worker:
         self._job = job
         self._pulse = pulse
         self._memory: Memory
+        self._kept_waiting_ns = 0  # by the trainer, with something to say
         self._hung_up = select.poll()
         self._hung_up.register(wiring.tasks, 0)
 
@@ -184,7 +186,7 @@ class Worker:
                     self._announce(task, NO_SLOT, Reply(Kind.ABANDONED))
                     continue
                 words[TASK], words[JOURNALLED] = task, 0
-                began = clock() - desk.waited_ns
+                began = clock() - desk.waited_ns - self._kept_waiting_ns
                 letter = box * stride
                 end = letter + size
                 reply = run(view[letter:end], view[end : end + saved], count, desk)
@@ -193,7 +195,7 @@ class Worker:
                 words[BYTES] += sent
                 self._announce(task, desk.hand_over(sent), reply)
                 enter(_IDLE)
-                words[BUSY_NS] += words[SINCE] - desk.waited_ns - began
+                words[BUSY_NS] += words[SINCE] - desk.waited_ns - self._kept_waiting_ns - began
                 if words[ASKED] and self._must_go():
                     return
         words[LEAVING] = words[ASKED]
@@ -224,9 +226,29 @@ class Worker:
         head = (MAGIC | kind, wiring.worker, wiring.life, task, slot)
         record = RECORD.pack(*head, where, buffers, spec_bytes, bad, mark)
         if file >= 0:
-            socket.send_fds(wiring.files, [record], [file])
+            self._say(wiring.files.fileno(), lambda: socket.send_fds(wiring.files, [record], [file]))
             os.close(file)
-        os.write(wiring.results, record)
+        try:
+            os.write(wiring.results, record)
+        except BlockingIOError:
+            self._say(wiring.results, lambda: os.write(wiring.results, record))
+
+    def _say(self, fd: int, say: Callable[[], int]) -> None:
+        """As soon as there is room: a trainer that is stopped takes nothing, and that is not this worker's hang."""
+        words = self._pulse.words
+        stage, began = words[STAGE], time.monotonic_ns()
+        room = select.poll()
+        room.register(fd, select.POLLOUT)
+        while True:
+            try:
+                say()
+                break
+            except BlockingIOError:
+                self._pulse.enter(Stage.ANNOUNCE)
+                room.poll()
+        if words[STAGE] == Stage.ANNOUNCE:
+            self._pulse.enter(stage)
+            self._kept_waiting_ns += time.monotonic_ns() - began
 
 
 def _mind_forks() -> None:
