@@ -95,13 +95,15 @@ def test_indices_that_cannot_be_pickled_are_an_error_and_no_hang(tmp_path):
     """next() raises what pickling them raised, and whoever goes on comes to an end."""
     batches = [[0, 1], [lambda: 2], [4, 5]]
     loader = DataLoader(Trips(tmp_path), batch_sampler=batches, num_workers=1, prefetch_factor=1)
-    it = iter(loader)
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        for _ in range(3):
+    errors, it = [], iter(loader)
+    while len(errors) < 3:
+        try:
             next(it)
-    with pytest.raises((StopIteration, LoaderTorn)):
-        for _ in range(3):
-            next(it)
+        except (StopIteration, LoaderTorn):
+            break
+        except Exception as error:
+            errors.append(type(error))
+    assert errors in ([AttributeError], [pickle.PicklingError])
 
 
 # What is told of a batch ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from holdfast.local.birth import flush_output
 from holdfast.local.linux import signal_name
 
 T = TypeVar("T")
@@ -28,8 +29,7 @@ class Died(Exception):
 def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T:
     """The answer of `work`, which may say what it is doing. Exceptions of the kinds `told` are raised here again."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     pid = os.fork()
     if pid == 0:
         ours.close()
@@ -74,6 +74,5 @@ def _work(work: Callable[[Say], Any], told: tuple[type[Exception], ...], to: Con
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)

@@ -19,6 +19,7 @@ from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.runfolder import from_text
 from holdfast.loader.again import load_again
+from holdfast.local.birth import flush_output
 from holdfast.local.linux import signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
@@ -107,14 +108,14 @@ def _in_child(dataset: Any, again: Again) -> int:
     print("in a child of this process; Ctrl-C shows where it is, and ends it", flush=True)
     pid = os.fork()
     if pid == 0:
-        faulthandler.enable()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        faulthandler.register(signal.SIGUSR1)
         status = 1
         try:
+            faulthandler.enable(2)  # (sys.stderr may be anything by now: the dataset's module was imported)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            faulthandler.register(signal.SIGUSR1, 2)
             status = _load(dataset, again)
         finally:
-            sys.stdout.flush()
+            flush_output()
             os._exit(status)
     try:
         _, status = os.waitpid(pid, 0)

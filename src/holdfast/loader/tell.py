@@ -27,7 +27,7 @@ GIVEN_UP = ("left the sample out", "replaced the sample")
 
 
 class Teller(Voice):
-    """One iterator's voice. `sample_of(task, position, spare)`: its index, and how to load it again; `pid_of(worker)`."""
+    """One iterator's voice. `sample_of(task, position, spare=0)`: its index, and how to load it; `pid_of(worker)`."""
 
     def __init__(
         self,

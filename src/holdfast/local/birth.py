@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, reduction, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -107,17 +107,20 @@ class Surroundings:
         self._environment = dict(os.environ)
         self._processors = os.sched_getaffinity(0)
         self._limits = {kind: resource.getrlimit(kind) for kind in _LIMITS}
-        self._niceness = os.nice(0)
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self._umask = linux.umask()
 
     def enter(self) -> None:
         """In the new process."""
         os.environ.clear()
         os.environ.update(self._environment)
-        os.sched_setaffinity(0, self._processors)
         os.umask(self._umask)
-        if self._niceness > os.nice(0):
-            os.nice(self._niceness - os.nice(0))
+        # What the system refuses stays as it is in the fork server.
+        with suppress(OSError):
+            os.sched_setaffinity(0, self._processors)
+        with suppress(OSError):
+            if self._niceness > os.getpriority(os.PRIO_PROCESS, 0):
+                os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
         for kind, (soft, hard) in self._limits.items():
             try:
                 resource.setrlimit(kind, (soft, hard))
@@ -160,11 +163,16 @@ class Cord:
         return self._orders
 
 
+def flush_output() -> None:
+    """stdout and stderr. What a program puts in their places may be None, closed, or know less than a file."""
+    for name in ("stdout", "stderr"):
+        with suppress(AttributeError, ValueError):
+            getattr(sys, name).flush()
+
+
 def fork_keeper(orders: Orders, job: Job) -> int:
     """The pid of a keeper that is a fork of this process."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()  # or a worker would print our unwritten text again
+    flush_output()  # or a worker would print our unwritten text again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
     try:
         pid = os.fork()
