@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
-from holdfast.errors import LoaderTorn, WorkerLost
+from holdfast.errors import CannotSend, LoaderTorn, WorkerLost
 
 
 class Trips(Dataset):
@@ -266,3 +266,48 @@ def test_a_batch_of_which_nothing_can_be_loaded_is_given_up(tmp_path):
         next(it)
     assert [int(x) for batch in it for x in batch] == list(range(4, 16))
     assert [bad.index for bad in loader.report().bad_samples] == [0]
+
+
+# Without batches -----------------------------------------------------------------------------------------------------
+
+
+def raises_at_two(sample):
+    if sample in (2, "two"):
+        raise ValueError("not this one")
+    return sample
+
+
+def out_of_memory_at_two(sample):
+    if sample == 2:
+        raise MemoryError
+    return sample
+
+
+def unsendable_at_two(sample):
+    return [Unsendable()] if sample == [2] else sample
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate_fn", [raises_at_two, out_of_memory_at_two])
+def test_a_collate_fn_may_raise_without_batches(collate_fn, workers):
+    """batch_size=None: the exception arrives as itself, its worker lives on, and the next sample comes."""
+    loader = DataLoader(range(6), batch_size=None, num_workers=workers, collate_fn=collate_fn)
+    it, got = iter(loader), []
+    for number in range(6):
+        if number == 2:
+            with pytest.raises((ValueError, MemoryError)):
+                next(it)
+        else:
+            got.append(next(it))
+    assert got == [0, 1, 3, 4, 5]
+    assert loader.stats()["restarts"] == 0
+
+
+def test_what_cannot_be_sent_is_named_without_batches():
+    """batch_size=None, and samples that are lists: the error says what it is, and the next sample comes."""
+    loader = DataLoader([[i] for i in range(6)], batch_size=None, num_workers=1, collate_fn=unsendable_at_two)
+    it = iter(loader)
+    assert [next(it), next(it)] == [[0], [1]]
+    with pytest.raises(CannotSend, match=r"\[0\] is a Unsendable"):
+        next(it)
+    assert list(it) == [[3], [4], [5]]
