@@ -35,7 +35,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         self._teller = Teller(
             record, policy, None, "none", lambda task, position: (None, None), lambda worker: os.getpid()
         )
-        device = checked(loader.device)
+        device = checked(loader._holdfast_device)
         self._device = None if device is None else present(device)
         self._batch = -1
         self._seen = 0

@@ -77,7 +77,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
-        device = checked(loader.device)
+        device = checked(loader._holdfast_device)
         pinned_for = (self._pin_memory_device or "cuda") if self._pin_memory else None
         self._gate, self._ferry, self._plain_device = way_to(
             device, pinned_for, self._factor * self._num_workers, record
