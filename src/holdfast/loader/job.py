@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from holdfast.local import birth
 from holdfast.local.pulse import Pulse
 from holdfast.local.raised import Raised
 from holdfast.local.wire import Kind
-from holdfast.local.worker import Reply
+from holdfast.local.worker import Reply, error_reply
 from holdfast.policy import Policy
 from holdfast.shm.desk import Desk
 from holdfast.shm.memory import new_file
@@ -205,7 +206,7 @@ class LoaderJob:
             failure = Failed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
         space = desk.space()
         space.clear()
-        return Reply(Kind.ERROR, *self._packer.pack(failure, space), _bad(troubles), mark=self._mark())
+        return error_reply(self._packer, failure, space, _bad(troubles), self._mark())
 
     def _map_batch(self, draw: Draw, base_seed: int, number: int, desk: Desk) -> Reply:
         fetcher = self._map
@@ -273,10 +274,13 @@ class LoaderJob:
         space = desk.space()
         self._pulse.enter(_SEND)
         try:
-            where, buffers, spec_bytes = self._packer.pack(content, space)
-            return Reply(_BATCH, where, buffers, spec_bytes, bad, -1, self._mark())
-        except Full:
-            return self._send_in_file(content, bad)
+            try:
+                where, buffers, spec_bytes = self._packer.pack(content, space)
+                return Reply(_BATCH, where, buffers, spec_bytes, bad, -1, self._mark())
+            except Full:
+                return self._send_in_file(content, bad)
+        except CannotSend:
+            raise
         except BaseException as error:  # user code again: __reduce__, __getstate__
             if not self._recipe.auto_collation:
                 samples, indices = [samples], [indices]
@@ -284,7 +288,18 @@ class LoaderJob:
 
     def _send_in_file(self, content: Any, bad: int) -> Reply:
         fd = new_file("batch", 0)
-        return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), bad, fd, self._mark())
+        space = FileSpace(fd)
+        try:
+            return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, space), bad, fd, self._mark())
+        except BaseException as error:
+            os.close(fd)
+            if not isinstance(error, OSError):
+                raise
+            raise CannotSend(
+                f"the batch cannot be sent: the system refused its file more than {space.size} bytes\n"
+                f"    seen   {error}; RLIMIT_FSIZE is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}\n"
+                "    try    smaller batches, or a larger limit (ulimit -f)"
+            ) from error
 
     def _mark(self) -> int:
         """Where a stream is: the next life must come to the same."""

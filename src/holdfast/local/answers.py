@@ -93,9 +93,10 @@ class Answers:
                 return Exhausted(worker, life, task)
             case Kind.ABANDONED:
                 return None  # its letter box is free already, and it had no slot
-            case Kind.BATCH_IN_FILE:
+            case Kind.BATCH_IN_FILE | Kind.ERROR_IN_FILE:
                 line.slots.put_back(slot)
-                parcel = Parcel(None, 0, self._file_of(record), where, buffers, spec_bytes, False, worker)
+                failed = kind is Kind.ERROR_IN_FILE
+                parcel = Parcel(None, 0, self._file_of(record), where, buffers, spec_bytes, failed, worker)
                 return Finished(worker, life, task, parcel, bad)
             case _:
                 raise AssertionError(f"unknown record {record}")

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import forkserver, reduction, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -34,7 +35,7 @@ from holdfast.local.worker import Job, Reply
 from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
-from holdfast.shm.place import FileSpace, SlotSpace
+from holdfast.shm.place import FileSpace, Full, SlotSpace
 
 _LIMITS = (
     resource.RLIMIT_FSIZE,
@@ -46,8 +47,9 @@ _LIMITS = (
     resource.RLIMIT_CORE,
 )
 
-
 NAME = "holdfast-keeper"
+# Letters of an exception's text, and of its traceback, where the whole of it has no room.
+_READABLE = 100_000
 
 
 class Package:
@@ -96,8 +98,13 @@ class Package:
 
 
 def pack_error(error: raised.Raised, space: SlotSpace) -> Reply:
-    """An exception into a slot, as every job does it."""
-    return Reply(Kind.ERROR, *Packer().pack(error, space))
+    """An exception into a slot, as every job does it. Of one that is too large, what people read."""
+    try:
+        return Reply(Kind.ERROR, *Packer().pack(error, space))
+    except Full:
+        brief = error.text[:_READABLE], error.traceback[-_READABLE:]
+        error = replace(error, text=brief[0], traceback=brief[1], pickled=None, parts=None)
+        return Reply(Kind.ERROR, *Packer().pack(error, space))
 
 
 class Surroundings:

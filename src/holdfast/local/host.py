@@ -149,7 +149,7 @@ class LocalHost:
         self._leash.control.close()
         for line in self._lifelines:
             if line is not None:
-                line.hang_up()
+                line.end()
 
     def renew(self) -> None:
         self._events.clear()
@@ -245,7 +245,7 @@ class LocalHost:
     def _end_lifeline(self, worker: int) -> None:
         line = self._lifelines[worker]
         if line is not None:
-            line.hang_up()
+            line.end()
             line.slots.retire()
             self._lifelines[worker] = None
 

@@ -36,11 +36,12 @@ from holdfast.local.pulse import (
     Pulse,
 )
 from holdfast.local.sender import CRASH_SIGNALS, note_gil
-from holdfast.local.wire import MAGIC, RECORD, Kind
+from holdfast.local.wire import ELSEWHERE, MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
 from holdfast.shm.desk import NO_SLOT, Desk
-from holdfast.shm.memory import Memory
-from holdfast.shm.place import SlotSpace
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import Packer
+from holdfast.shm.place import FileSpace, Full, SlotSpace
 from holdfast.shm.slots import slot_view, strides_for
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
@@ -162,7 +163,8 @@ class Worker:
             captured = raised.capture(error)
             self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
             last = wiring.slots + wiring.boxes
-            space = SlotSpace(*slot_view(self._memory, wiring.stride, last))
+            view, address = slot_view(self._memory, wiring.stride, last)
+            space = SlotSpace(view[: -wiring.slots], address)  # behind it are the states of the slots
             reply = self._job.pack_error(captured, space)
             self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
             return False
@@ -188,8 +190,9 @@ class Worker:
                 words[TASK], words[JOURNALLED] = task, 0
                 began = clock() - desk.waited_ns - self._kept_waiting_ns
                 letter = box * stride
-                end = letter + size
-                reply = run(view[letter:end], view[end : end + saved], count, desk)
+                end = letter + abs(size)
+                payload = view[letter:end] if size >= 0 else _elsewhere(view[letter:end])
+                reply = run(payload, view[end : end + saved], count, desk)
                 sent = reply.where + reply.spec_bytes
                 words[TASKS] += 1
                 words[BYTES] += sent
@@ -249,6 +252,24 @@ class Worker:
         if words[STAGE] == Stage.ANNOUNCE:
             self._pulse.enter(stage)
             self._kept_waiting_ns += time.monotonic_ns() - began
+
+
+def _elsewhere(letter: memoryview) -> memoryview:
+    """What did not fit the letter box."""
+    pid, fd, inode = ELSEWHERE.unpack(letter)
+    with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+        if os.fstat(file.fileno()).st_ino != inode:
+            raise OSError("the trainer has closed this file meanwhile: the task is not wanted any more")
+        return memoryview(file.read())
+
+
+def error_reply(packer: Packer, failure: object, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
+    """A task ends in this: in the slot, or in a file of its own if that is too small."""
+    try:
+        return Reply(Kind.ERROR, *packer.pack(failure, space), bad, mark=mark)
+    except Full:
+        fd = new_file("error", 0)
+        return Reply(Kind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), bad, fd, mark)
 
 
 def _mind_forks() -> None:
