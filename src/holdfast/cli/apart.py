@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from holdfast.cli.show import show
+from holdfast.local.birth import flush_output
 from holdfast.local.linux import die_with_parent, signal_name
 
 T = TypeVar("T")
@@ -29,8 +30,7 @@ class Died(Exception):
 def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T:
     """The answer of `work`, which may say what it is doing. Exceptions of the kinds `told` are raised here again."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -77,6 +77,5 @@ def _work(work: Callable[[Say], Any], told: tuple[type[Exception], ...], to: Con
     except BaseException:
         show(traceback.format_exc().rstrip(), sys.stderr)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)

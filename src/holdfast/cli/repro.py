@@ -23,6 +23,7 @@ from holdfast.cli.show import show
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.runfolder import from_pickle, from_text
 from holdfast.loader.again import load_again
+from holdfast.local.birth import flush_output
 from holdfast.local.linux import die_with_parent, signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
@@ -147,14 +148,14 @@ def _in_child(dataset: Any, again: Again) -> int:
     pid = os.fork()
     if pid == 0:
         die_with_parent(parent)
-        faulthandler.enable()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        faulthandler.register(signal.SIGUSR1)
         status = 1
         try:
+            faulthandler.enable(2)  # (sys.stderr may be anything by now: the dataset's module was imported)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            faulthandler.register(signal.SIGUSR1, 2)
             status = _load(dataset, again)
         finally:
-            sys.stdout.flush()
+            flush_output()
             os._exit(status)
     try:
         _, status = os.waitpid(pid, 0)

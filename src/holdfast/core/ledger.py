@@ -64,7 +64,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.roster import Roster, Worker
 from holdfast.core.rotation import RoundRobin, Streams
-from holdfast.core.task import Task
+from holdfast.core.task import SPARES, Task
 from holdfast.policy import Policy
 
 
@@ -337,13 +337,14 @@ class Ledger:
         if outcome is Outcome.STOP:
             return [Note(event, "gave up: no progress", strike, needed), self._stop("restarts", event)]
         actions: list[Action] = []
+        spare = 0 if task is None or on is None else task.bad.count(blamed_position(on))
         if task is None or on is None:
             did = "started a new worker; no sample was being loaded"
         elif outcome is Outcome.BAD:
             did, actions = self._give_up(worker, task, on, event)
         else:
             did = "started a new worker, which loads the batch again"
-        actions = [Note(event, did, strike, needed), *actions]
+        actions = [Note(event, did, strike, needed, spare), *actions]
         if self.stopped:
             return actions
         if task is not None:
@@ -382,7 +383,9 @@ class Ledger:
     def _give_up(self, worker: Worker, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
         """A sample (or a whole batch) is bad: do with it what the policy says."""
         position = blamed_position(on)
-        if self._streams is not None or position == WHOLE_TASK or self._policy.bad_sample == "raise":
+        tried = task.bad.count(position)  # it is one in the place of that sample
+        hopeless = position == WHOLE_TASK or tried == SPARES
+        if self._streams is not None or hopeless or self._policy.bad_sample == "raise":
             del worker.tasks[task.id]
             task.done = True
             task.result = Lost(task.id, position, event, task.attempt + 1)
@@ -393,10 +396,10 @@ class Ledger:
                 self._patience.progress()  # it is out of the way
             return "gave the batch up: next() raises for it", self._deliver()
         task.bad = (*task.bad, position)
-        self._breaker.bad += 1
+        self._breaker.bad += not tried
         actions = self._stop_for_bad() if self._breaker.is_open else []
         if self._policy.bad_sample == "replace":
-            return "replaced the sample", actions
+            return "tried another in its place" if tried else "replaced the sample", actions
         if len(task.bad) < task.samples:
             return "left the sample out", actions
         del worker.tasks[task.id]

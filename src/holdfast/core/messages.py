@@ -23,6 +23,7 @@ class Stage(IntEnum):
     COLLATE = 5
     SEND = 6  # writing the batch into its slot
     REPLAY = 7  # an iterable dataset is being brought back to its place
+    ANNOUNCE = 8  # its batch is complete; the trainer does not take the word of it
 
 
 class Cause(IntEnum):
@@ -255,12 +256,16 @@ class Renew(NamedTuple):
 
 
 class Note(NamedTuple):
-    """An incident: what happened, what was done about it, and the standing of the sample it happened on."""
+    """An incident: what happened, what was done about it, and the standing of the sample it happened on.
+
+    `spare`: it was not that sample, but the how-maniest in its place; 0 where it was itself.
+    """
 
     event: Exited
     did: str
     strike: int
     needed: int
+    spare: int = 0
 
 
 class Stop(NamedTuple):

@@ -1,5 +1,8 @@
 """Task: one batch on its way, and what it has been through. The ledger writes the first, the inquest the second."""
 
+# Samples that may be tried in the place of a bad one.
+SPARES = 8
+
 
 class Task:
     """One batch on its way."""

@@ -203,12 +203,13 @@ def where(case: Case) -> str:
             return "while starting"
         return "between tasks" if case.of_pool else "between batches"
     if case.of_pool:
-        running = "while sending the result of" if case.stage is Stage.SEND else "while running"
+        running = "while sending the result of" if case.stage in (Stage.SEND, Stage.ANNOUNCE) else "while running"
         return f"{running} task {case.task} ({case.call}, attempt {case.attempt} of {case.attempts})"
     doing = {
         Stage.FETCH_MANY: "while in __getitems__ of",
         Stage.COLLATE: "while collating",
         Stage.SEND: "while sending",
+        Stage.ANNOUNCE: "while sending",
         Stage.REPLAY: "while bringing its stream back to its place for",
     }.get(case.stage or Stage.FETCH)
     strikes = f", strike {case.strike} of {case.needed}" if case.needed else ""

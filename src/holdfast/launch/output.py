@@ -145,7 +145,7 @@ class Output:
             if words.strip():
                 self._tails[stream.rank].append(words.rstrip()[:KEPT_LETTERS])
             shown.append(f"[rank {stream.rank}] {words}" if self._prefixed else words)
-        self._show(sys.stdout if stream.number == 1 else sys.stderr, "".join(shown))
+        self._show(getattr(sys, "stdout" if stream.number == 1 else "stderr", None), "".join(shown))
 
     def _show(self, to: IO[str] | None, text: str) -> None:
         if to is None:
@@ -153,5 +153,5 @@ class Output:
         try:
             to.write(text)
             to.flush()
-        except (OSError, ValueError):
-            pass  # the trainer's own stdout is closed; files and errors still have it
+        except Exception:  # user code: what the trainer has put in its place, or it is closed
+            pass  # files and errors still have it; the ranks would wait for ever for a thread that is gone

@@ -112,7 +112,8 @@ class Card:
         for number, fd in ((1, self._ends.out), (2, self._ends.err)):
             os.dup2(fd, number)
             os.close(fd)
-        if self._method == "fork":  # the trainer's may be a notebook's, or a test's
+        # A fork has the trainer's, which may be a notebook's, or a test's; a fresh interpreter perhaps none.
+        if self._method == "fork" or None in (sys.stdout, sys.stderr):
             sys.stdout = sys.__stdout__ = _stream(1)  # type: ignore[misc]
             sys.stderr = sys.__stderr__ = _stream(2)  # type: ignore[misc]
         else:

@@ -22,6 +22,7 @@ from holdfast.diagnose.finding import Case
 from holdfast.launch.rank import ENTERED, PAGE, tell_senders
 from holdfast.launch.tell import finding_of
 from holdfast.local import linux
+from holdfast.local.birth import flush_output
 from holdfast.local.cgroups import group_of
 from holdfast.local.evidence import Evidence, shm_free, worlds
 from holdfast.local.oom import LOOK_S, OomWatch
@@ -51,8 +52,7 @@ class Witness:
         pidfd = linux.open_pidfd(self._rank)
         if pidfd is None:
             return
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_output()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # threads: what follows takes no lock of theirs
             witness = os.fork()

@@ -7,6 +7,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.runfolder import RunFolder
+from holdfast.loader.arguments import Argument, Readable
 from holdfast.loader.device import checked
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import InheritedIterator, WorkerIterator
@@ -28,6 +29,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         leaves them on the host. `pin_memory` has no meaning then.
     num_workers: also "auto", for as many as this machine has CPUs for.
     """
+
+    policy = Argument()
+    device = Argument()
+    _holdfast_policy: Policy
+    _holdfast_device: torch.device | str | int | None
 
     def __init__(
         self,
@@ -71,9 +77,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if prefetch_factor == 0 and num_workers:
             raise ValueError("prefetch_factor must be greater than 0: with none asked for, no batch would ever come")
         checked(device)
-        self.policy = policy
-        self.device = device
-        self._record = Record(kept_in=RunFolder.from_environment("loader", dataset))
+        DataLoader.__dict__["policy"].keep(self, policy)
+        DataLoader.__dict__["device"].keep(self, device)
+        self._holdfast_record = Record(kept_in=RunFolder.from_environment("loader", dataset))
         super().__init__(
             dataset,
             batch_size,
@@ -101,19 +107,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
-            return InlineIterator(self, self.policy, self._record)
+            return InlineIterator(self, self._holdfast_policy, self._holdfast_record)
         self.check_worker_number_rationality()
-        return WorkerIterator(self, self.policy, self._record)
+        return WorkerIterator(self, self._holdfast_policy, self._holdfast_record)
 
-    @property
+    @Readable
     def incidents(self) -> tuple[Incident, ...]:
         """All that went wrong so far, oldest first (the first thousand)."""
-        return tuple(self._record.incidents)
+        return tuple(self._holdfast_record.incidents)
 
     def stats(self) -> dict[str, Any]:
         """Totals over all epochs of this loader."""
-        return totals(self._record, self.num_workers, self.dataset)
+        return totals(self._holdfast_record, self.num_workers, self.dataset)
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
-        return Report(self._record, self.stats())
+        return Report(self._holdfast_record, DataLoader.stats(self))

@@ -42,13 +42,14 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that ends in an exception."""
+    """A task that ends in an exception. `troubles`: what had gone wrong with its samples before."""
 
     position: int
     index: object
     stage: Stage
     attempts: int
     raised: Raised
+    troubles: tuple[Trouble, ...] = ()
 
 
 class Failed(Exception):
@@ -71,9 +72,10 @@ class Failed(Exception):
         self.stage = stage
         self.attempts = attempts
 
-    def to_failure(self) -> Failure:
+    def to_failure(self, troubles: Sequence[Trouble] = ()) -> Failure:
         """As plain data, for the trainer."""
-        return Failure(self.position, self.index, self.stage, self.attempts, capture(self.error, self.facts))
+        raised = capture(self.error, self.facts)
+        return Failure(self.position, self.index, self.stage, self.attempts, raised, tuple(troubles))
 
 
 class Draw:
@@ -81,10 +83,10 @@ class Draw:
 
     `stay`: up to this position a fresh worker was of no help. `positions`: where in the batch each index stands, if
     some were left out before. `journal`: of a batch that has ended a life before; `done`: its first samples, which an
-    earlier life has loaded.
+    earlier life has loaded. `troubles`: what went wrong with its samples so far, in that life, too.
     """
 
-    __slots__ = ("alone", "done", "indices", "journal", "positions", "spares", "stay")
+    __slots__ = ("alone", "done", "indices", "journal", "positions", "spares", "stay", "troubles")
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class Draw:
         self.stay = stay
         self.journal: Journal | None = None
         self.done: list[Any] = []
+        self.troubles: list[Trouble] = []
         self.indices = indices
         self.positions = positions
         self.alone = alone
@@ -140,7 +143,7 @@ class MapFetcher:
 
     def load(self, draw: Draw, seed: Callable[[], None]) -> tuple[Any, list[Trouble]]:
         """The samples of a batch (or the one sample, without auto-collation), and what went wrong on the way."""
-        troubles: list[Trouble] = []
+        troubles = draw.troubles
         if not self._auto_collation:
             self._words[STAGE] = Stage.FETCH
             sample = self._one(0, draw.indices, draw, troubles)
@@ -189,11 +192,12 @@ class MapFetcher:
         journal = draw.journal
         for position, index in list(zip(positions, draw.indices, strict=True))[len(samples) :]:
             self._words[STAGE] = _FETCH
+            before = len(troubles)
             sample = self._one(position, index, draw, troubles)
             if sample is not _LEFT_OUT:
                 samples.append(sample)
             if journal is not None:
-                journal.close() if sample is _LEFT_OUT else journal.add(sample)
+                journal.close() if sample is _LEFT_OUT else journal.add(sample, troubles[before:])
         return samples
 
     def _all_at_once(self, draw: Draw, seed: Callable[[], None]) -> list[Any] | None:
@@ -223,7 +227,7 @@ class MapFetcher:
     def leave_if_spent(self, failed: Failed, draw: Draw) -> None:
         """The same for a collate: it stands behind the last sample."""
         if self._loaded > 1:  # this batch is one
-            self._leave(failed.error, len(draw.indices), draw)
+            self._leave(failed.error, len(draw.indices) if self._auto_collation else 1, draw)
 
     def _leave(self, error: BaseException, position: int, draw: Draw) -> None:
         if self._may_leave and position > draw.stay:

@@ -9,6 +9,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from holdfast.core.breaker import BREAKER_LEAST
+from holdfast.core.task import SPARES
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.errors import SampleError
@@ -34,7 +35,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
         self._teller = Teller(
             record, policy, None, "none", lambda task, position: (None, None), lambda worker: os.getpid()
         )
-        device = checked(loader.device)
+        device = checked(loader._holdfast_device)
         self._device = None if device is None else present(device)
         self._batch = -1
         self._seen = 0
@@ -68,23 +69,33 @@ class InlineIterator(_SingleProcessDataLoaderIter):
     def _load(self, asked: Any) -> tuple[Any] | None:
         """The batch in a 1-tuple; None where nothing is left of it."""
         if self._iterable:
-            samples, troubles = self._stream.take(len(asked) if self._auto_collation else 1)
-            self._account(len(asked) if self._auto_collation else 1, troubles)
+            troubles: list[Trouble] = []
+            try:
+                samples, _ = self._stream.take(len(asked) if self._auto_collation else 1, troubles=troubles)
+            except (Failed, StopIteration):
+                self._account(len(troubles), troubles, 0)
+                raise
+            self._account(len(troubles) + (len(samples) if self._auto_collation else 1), troubles)
             return (self._stream.collate(samples),)
         spares: list[Any] = []
         if self._policy.bad_sample == "replace":
             self._given += asked if self._auto_collation else (asked,)
-            spares = random.Random(seeds.mix(int(self._base_seed), -5 - self._batch)).choices(self._given, k=8)
+            chooser = random.Random(seeds.mix(int(self._base_seed), -5 - self._batch))
+            spares = chooser.choices(self._given, k=SPARES) if self._given else []
         draw = Draw(-1, asked, spares=spares)
-        samples, troubles = self._map.load(draw, lambda: None)
+        try:
+            samples, troubles = self._map.load(draw, lambda: None)
+        except Failed:
+            self._account(0, draw.troubles, 0)
+            raise
         self._account(len(asked) if self._auto_collation else 1, troubles)
         if self._map.left_out(samples, draw, troubles):
             return None
         return (self._map.collate(samples, asked if self._auto_collation else None),)
 
-    def _account(self, samples: int, troubles: list[Trouble]) -> None:
+    def _account(self, samples: int, troubles: list[Trouble], batches: int = 1) -> None:
         self._seen += samples
-        self._record.counts["batches"] += 1
+        self._record.counts["batches"] += batches
         self._record.counts["samples"] += samples
         for trouble in troubles:
             self._teller.trouble(trouble, self._batch, 0)

@@ -82,7 +82,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
-        device = checked(loader.device)
+        device = checked(loader._holdfast_device)
         pinned_for = (self._pin_memory_device or "cuda") if self._pin_memory else None
         self._gate, self._ferry, self._plain_device = way_to(
             device, pinned_for, self._factor * self._num_workers, record
@@ -365,8 +365,9 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._drained = True
                 return
             task = self._next_task
+            drawn = Drawn(task, self._orders.add(task, asked))  # (an index that cannot be pickled is no task)
             self._next_task = task + 1
-            supervisor.tell(Drawn(task, self._orders.add(task, asked)))
+            supervisor.tell(drawn)
 
     def _open(self, task: int, samples: int, result: object) -> Unpacked | None:
         """The batch; None where nothing was left of it. Raises what the user must see."""
@@ -383,7 +384,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         notes, batch = content
         if notes is not None:
             samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
-            if batch is None and not samples and not self._iterable:  # (what a collate_fn gives may be None, too)
+            if batch is None and not samples:  # (what a collate_fn gives may be None, too)
                 return None
         if self._gate is not None and self._gate.refused is not None:
             self._teller.not_registered(self._gate.refused)
@@ -423,8 +424,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         else:
             troubles = notes
             samples -= sum(trouble.fate == "skipped" for trouble in troubles)
-        for trouble in troubles:
-            self._teller.trouble(trouble, batch, worker)
+        self._teller.troubles(troubles, batch, worker)
         return int(samples)
 
     def _note_snapshot(self, snapshot: Snapshot | Raised | None, worker: int) -> None:
@@ -456,11 +456,13 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
         for task, result in results:
-            if isinstance(result, Parcel) and not result.failed:
-                samples = self._orders.take(task)
-                notes, _ = self._host.take_out(result)
-                if notes is not None:
-                    self._take_notes(notes, samples, task - self._first_task, result.worker)
+            if isinstance(result, Parcel):
+                samples, batch = self._orders.take(task), task - self._first_task
+                content = self._host.take_out(result)
+                if result.failed:
+                    self._teller.troubles(content.troubles, batch, result.worker)
+                elif content[0] is not None:
+                    self._take_notes(content[0], samples, batch, result.worker)
         self._ready.clear()
 
     # The end -------------------------------------------------------------------------------------------------------

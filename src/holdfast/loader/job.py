@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.fetch import Draw, Failed, MapFetcher
+from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import Left, Place, StreamFetcher
@@ -26,7 +27,7 @@ from holdfast.local import birth
 from holdfast.local.pulse import KEPT_APART, Pulse
 from holdfast.local.raised import Raised
 from holdfast.local.wire import Kind
-from holdfast.local.worker import Reply, Spent
+from holdfast.local.worker import Reply, Spent, error_reply
 from holdfast.policy import Policy
 from holdfast.shm.desk import Desk
 from holdfast.shm.memory import new_file
@@ -120,6 +121,11 @@ def _one_thread() -> None:
         sys.modules["cv2"].setNumThreads(0)
 
 
+def _bad(troubles: list[Trouble]) -> int:
+    """How many samples are missing or replaced."""
+    return sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
+
+
 class LoaderJob:
     """See local/worker.py for who calls what when."""
 
@@ -180,24 +186,27 @@ class LoaderJob:
 
     def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
         asked = pickle.loads(payload)
+        troubles: list[Trouble] = []
         try:
             if self._recipe.iterable:
-                return self._stream_batch(asked, desk)
+                return self._stream_batch(asked, desk, troubles)
             base_seed, number, attempt, *rest = asked
             draw = Draw(*rest)
+            troubles = draw.troubles
             self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
                 left = memoryview(bytes(saved))  # samples may be kept; the letter box is written again
                 draw.journal = Journal(self._packer, desk.space(), self._pulse.words, len(draw.indices))
                 draw.done = draw.journal.restore(left, count)
+                troubles += draw.journal.troubles
             return self._map_batch(draw, base_seed, number, desk)
         except Failed as failed:
-            failure = failed.to_failure()
+            failure = failed.to_failure(troubles)
         except (CannotSend, StreamBroken) as error:
-            failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
+            failure = Failed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
         space = desk.space()
         space.clear()
-        return Reply(Kind.ERROR, *self._packer.pack(failure, space), mark=self._mark())
+        return error_reply(self._packer, failure, space, _bad(troubles), self._mark())
 
     def _map_batch(self, draw: Draw, base_seed: int, number: int, desk: Desk) -> Reply:
         fetcher = self._map
@@ -216,10 +225,9 @@ class LoaderJob:
             raise
         finally:
             self._stack.space = None
-        bad = sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
-        return self._send((troubles or None, batch), desk, samples, indices, bad)
+        return self._send((troubles or None, batch), desk, samples, indices, _bad(troubles))
 
-    def _stream_batch(self, asked: Any, desk: Desk) -> Reply:
+    def _stream_batch(self, asked: Any, desk: Desk, troubles: list[Trouble]) -> Reply:
         base_seed, epoch, number, size, shared_seed, place = asked
         recipe = self._recipe
         if epoch != self._epoch:
@@ -228,9 +236,11 @@ class LoaderJob:
         assert stream is not None
         stream.prepare(number)
         try:
-            items, troubles = stream.take(size)
+            items, _ = stream.take(size, troubles=troubles)
         except StopIteration:
-            return Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
+            if not troubles:
+                return Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
+            return self._send(((troubles, None, 0), None), desk, [], None, len(troubles))  # that is said next time
         self._stack.space = desk.space() if self._default_collate else None
         try:
             batch = stream.collate(items)
@@ -295,16 +305,32 @@ class LoaderJob:
         space = desk.space()
         self._pulse.enter(_SEND)
         try:
-            where, buffers, spec_bytes = self._packer.pack(content, space)
-            return Reply(_BATCH, where, buffers, spec_bytes, bad, -1, self._mark())
-        except Full:
-            return self._send_in_file(content, bad)
+            try:
+                where, buffers, spec_bytes = self._packer.pack(content, space)
+                return Reply(_BATCH, where, buffers, spec_bytes, bad, -1, self._mark())
+            except Full:
+                return self._send_in_file(content, bad)
+        except CannotSend:
+            raise
         except BaseException as error:  # user code again: __reduce__, __getstate__
+            if not self._recipe.auto_collation:
+                samples, indices = [samples], [indices]
             raise explain_unsendable(error, content[1], samples, indices) from error
 
     def _send_in_file(self, content: Any, bad: int) -> Reply:
         fd = new_file("batch", 0)
-        return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), bad, fd, self._mark())
+        space = FileSpace(fd)
+        try:
+            return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, space), bad, fd, self._mark())
+        except BaseException as error:
+            os.close(fd)
+            if not isinstance(error, OSError):
+                raise
+            raise CannotSend(
+                f"the batch cannot be sent: the system refused its file more than {space.size} bytes\n"
+                f"    seen   {error}; RLIMIT_FSIZE is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}\n"
+                "    try    smaller batches, or a larger limit (ulimit -f)"
+            ) from error
 
     def _mark(self) -> int:
         """Where a stream is: the next life must come to the same."""

@@ -2,6 +2,9 @@
 
 A worker that takes a task up again, or in another's place, gets the same seed and the same indices, less those that
 kill: so the same bytes come, whoever loads them. Nothing here knows the iterator: it may go while its workers run.
+
+What the sampler gave is pickled as it is drawn, once, into what a worker is told first; for all else it is read from
+there. A sampler may fill one list again and again, and a retry must ask for what it held then.
 """
 
 import pickle
@@ -10,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.core.messages import Send
+from holdfast.core.task import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.loader import seeds
 from holdfast.loader.stream import Left, Place, Snapshot
 from holdfast.policy import Policy
 
-# Indices a worker may try in the place of a bad one.
-SPARES = 8
+# Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.
+_ASKED, _SPARES = 4, 7
+# Indices of these types cannot change after they were given.
+_FIXED = {int, str, bytes, float, bool}
 
 
 class Orders:
@@ -29,7 +35,6 @@ class Orders:
         self._auto_collation = auto_collation
         self._skips = policy.bad_sample == "skip"
         self._replaces = policy.bad_sample == "replace"
-        self._spares_wanted = self._replaces and not iterable
         self.snapshots: dict[int, Snapshot] = {}  # worker -> the last state of its stream that it sent in this epoch
         self._left: dict[int, list[Left]] = {}  # worker -> epochs that were left since its stream came to an end
 
@@ -50,11 +55,11 @@ class Orders:
         self._epoch = epoch
         self._first_task = first_task
         self._shared_seed = shared_seed
-        self._asked: dict[int, Any] = {}  # task -> index or indices
+        self._asked: dict[int, bytes] = {}  # task -> what a worker is told of it first; of a stream, nothing
+        self._samples: dict[int, int] = {}  # task -> how many it asks for
         self._given: list[Any] = []  # all indices so far, for "replace"
-        self._given_by: dict[int, int] = {}  # task -> how many they were when it was drawn
         self._missing: dict[int, int] = {}  # task -> samples that are left out because they kill
-        self._at_hand: tuple[int, Any] = (-1, None)  # the task that was taken last: it may still be told of
+        self._at_hand = (-1, b"")  # the task that was taken last: it may still be told of
         self.snapshots.clear()
         self._placed: dict[int, int] = {}  # worker -> the life that knows where its stream is
         # worker -> items of its stream that came; none where that is not known
@@ -69,47 +74,60 @@ class Orders:
             except TypeError:  # an iterator, say
                 asked = list(asked)
                 samples = len(asked)
-        self._asked[task] = asked
-        if self._spares_wanted:
-            self._given += asked if self._auto_collation else (asked,)
-            self._given_by[task] = len(self._given)
+        if self._iterable:
+            self._asked[task] = b""
+        else:
+            spares: list[Any] = []
+            if self._replaces:
+                given = list(asked) if self._auto_collation else [asked]
+                self._given += given if {*map(type, given)} <= _FIXED else pickle.loads(pickle.dumps(given, 5))
+                spares = self._spares(task)
+            number = task - self._first_task
+            self._asked[task] = pickle.dumps((self._seed, number, 0, -1, asked, None, False, spares), 5)
+        self._samples[task] = samples
         return samples
 
     def take(self, task: int) -> int:
         """Its batch has come: how many samples are in it, if the worker left none out."""
-        asked = self._asked.pop(task)
-        self._at_hand = (task, asked)
-        if self._given_by:
-            self._given_by.pop(task, None)
-        samples = len(asked) if self._auto_collation else 1
+        self._at_hand = (task, self._asked.pop(task))
+        samples = self._samples.pop(task)
         return samples - self._missing.pop(task, 0) if self._missing else samples
 
-    def sample_of(self, task: int, position: int) -> tuple[object, Again | None]:
-        """Which sample that is, and how to load it again; None where there is none to name."""
-        asked = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
-        if asked is None or self._iterable or position < 0:
+    def sample_of(self, task: int, position: int, spare: int = 0) -> tuple[object, Again | None]:
+        """Which sample that is, and how to load it again; None where there is none to name.
+
+        `spare`: the how-maniest in its place, or 0 for itself.
+        """
+        told = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
+        if not told or position < 0:
             return None, None
-        indices = tuple(asked) if self._auto_collation else (asked,)
+        try:
+            head = pickle.loads(told)
+        except Exception:  # user code: an index may be anything, and its worker has failed at it, too
+            return None, None
+        indices = tuple(head[_ASKED]) if self._auto_collation else (head[_ASKED],)
         if position >= len(indices):
             return None, None
+        if spare:
+            indices = (*indices[:position], head[_SPARES][spare - 1], *indices[position + 1 :])
         return indices[position], Again(self._seed, task - self._first_task, indices[: position + 1], position)
 
     # What a worker is told -----------------------------------------------------------------------------------------
 
     def payload(self, send: Send) -> bytes:
-        asked = self._asked[send.task]
         if self._iterable:
-            size = len(asked) if self._auto_collation else 1
+            size = self._samples[send.task]
             place = self._place_of(send)
             return pickle.dumps((self._seed, self._epoch, send.number, size, self._shared_seed, place), 5)
-        spares = self._spares(send.task) if self._replaces else ()
-        positions = None
+        first = self._asked[send.task]
+        if not send.attempt:
+            return first
+        seed, number, _, _, asked, positions, _, spares = pickle.loads(first)
         if send.bad:
             asked, positions = self._without(asked, send.bad, spares)
             if self._skips:
                 self._missing[send.task] = len(set(send.bad))
-        number = send.task - self._first_task
-        return pickle.dumps((self._seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
+        return pickle.dumps((seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
 
     def _place_of(self, send: Send) -> Place | None:
         """Where its stream is, for a life that does not know."""
@@ -122,8 +140,8 @@ class Orders:
     def _spares(self, task: int) -> list[Any]:
         """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""
         chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
-        count = self._given_by[task]
-        return [self._given[chooser.randrange(count)] for _ in range(SPARES)]
+        count = len(self._given)
+        return [self._given[chooser.randrange(count)] for _ in range(SPARES)] if count else []
 
     def _without(self, asked: Any, bad: tuple[int, ...], spares: Any) -> tuple[Any, Any]:
         """The indices less those that kill, or with others in their place; and the positions they stand at."""

@@ -186,18 +186,24 @@ class StreamFetcher:
         """Of this batch an error is told, and none follows."""
         self.ended, self.number = True, number + 1
 
-    def take(self, size: int, stage: Stage = Stage.FETCH) -> tuple[Any, list[Trouble]]:
-        """The items of the next batch. StopIteration at the end of the stream."""
+    def take(
+        self, size: int, stage: Stage = Stage.FETCH, troubles: list[Trouble] | None = None
+    ) -> tuple[Any, list[Trouble]]:
+        """The items of the next batch. StopIteration at the end of the stream.
+
+        `troubles`: what goes wrong on the way is added there, also where there is no batch then: such a batch counts,
+        though nothing is in it.
+        """
         if self.ended:
             raise StopIteration
         self.number += 1
         self._open()
-        troubles: list[Trouble] = []
+        troubles = [] if troubles is None else troubles
         if not self._auto_collation:
             try:
                 item = self._item(0, stage, troubles)
             except StopIteration:
-                self._end()
+                self._end(troubles)
                 raise
             self.items += 1
             return item, troubles
@@ -209,16 +215,16 @@ class StreamFetcher:
                 self.ended = True
                 break
         if not items or (self._drop_last and len(items) < size):
-            self._end()
+            self._end(troubles)
             raise StopIteration
         self.items += len(items)
         self._words[SAMPLES] += len(items)
         return items, troubles
 
-    def _end(self) -> None:
-        """There is no such batch. Nobody asks it for more: some iterators would begin again."""
+    def _end(self, troubles: list[Trouble]) -> None:
+        """There is no such batch, if nothing went wrong in it. Nobody asks for more: some iterators begin again."""
         self.ended = True
-        self.number -= 1
+        self.number -= not troubles
 
     def _item(self, position: int, stage: Stage, troubles: list[Trouble]) -> Any:
         words = self._words

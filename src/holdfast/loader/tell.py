@@ -3,7 +3,7 @@
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ GIVEN_UP = ("left the sample out", "replaced the sample")
 
 
 class Teller(Voice):
-    """One iterator's voice. `sample_of(task, position)`: its index, and how to load it again; `pid_of(worker)`."""
+    """One iterator's voice. `sample_of(task, position, spare=0)`: its index, and how to load it; `pid_of(worker)`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Teller(Voice):
         policy: Policy,
         growth_bytes: int | None,
         start_method: str,
-        sample_of: Callable[[int, int], tuple[object, Again | None]],
+        sample_of: Callable[..., tuple[object, Again | None]],
         pid_of: Callable[[int], int | None],
         parts: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
@@ -59,16 +59,25 @@ class Teller(Voice):
         if isinstance(note, Silence) and note.what == "copied" and isinstance(note.evidence, Evidence):
             note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
         super().incident(note)
-        if isinstance(note, Note) and note.did.startswith(GIVEN_UP):
+        if isinstance(note, Note) and note.did.startswith(GIVEN_UP) and not note.spare:
             case = self.death(note)
             self.record.add_bad(BadSample(case.index, case.task or 0, incident_of(case).headline, note.strike))
+
+    def death(self, note: Note) -> Case:
+        case, on = super().death(note), note.event.on
+        if not note.spare or on is None or case.task is None:
+            return case
+        index, again = self._sample_of(on.task, on.position, note.spare)
+        return replace(case, index=index, again=again)
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or batch ended too many lives: the error to raise for it."""
         note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
         case = self.death(note)
         incident = incident_of(case)
-        if lost.position >= 0:
+        if (
+            lost.position >= 0 and self.policy.bad_sample != "replace"
+        ):  # (then it was told of, before others were tried)
             batch = lost.task - self.first_task
             self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
@@ -100,6 +109,11 @@ class Teller(Voice):
         facts |= {"at": time.time()}
         return replace(self.blank, **facts)
 
+    def troubles(self, troubles: Iterable[Trouble], batch: int, worker: int) -> None:
+        """What went wrong on the way to a batch."""
+        for trouble in troubles:
+            self.trouble(trouble, batch, worker)
+
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
         """A sample raised, and the policy dealt with it."""
         self.record.counts["retries"] += trouble.attempts - 1
@@ -122,6 +136,7 @@ class Teller(Voice):
 
     def failure(self, failure: Failure, batch: int, worker: int) -> BaseException:
         """User code raised, and the policy is to say so: the exception to raise."""
+        self.troubles(failure.troubles, batch, worker)
         case = self._raised(
             failure.raised,
             worker,

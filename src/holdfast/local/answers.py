@@ -38,6 +38,8 @@ class Answers:
         os.set_blocking(self.pipe, False)
         self._files, self.files_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._files.setblocking(False)
+        os.set_blocking(self.pipe_w, False)  # a worker that has to wait says so in its pulse
+        self.files_w.setblocking(False)
         self._taken: dict[tuple[int, ...], int] = {}  # record -> descriptor of its file
 
     def abandon_below(self, task: int) -> None:
@@ -97,9 +99,10 @@ class Answers:
                 return Exhausted(worker, life, task, bad)
             case Kind.ABANDONED:
                 return None  # its letter box is free already, and it had no slot
-            case Kind.BATCH_IN_FILE:
+            case Kind.BATCH_IN_FILE | Kind.ERROR_IN_FILE:
                 line.slots.put_back(slot)
-                parcel = Parcel(None, 0, self._file_of(record), where, buffers, spec_bytes, False, worker)
+                failed = kind is Kind.ERROR_IN_FILE
+                parcel = Parcel(None, 0, self._file_of(record), where, buffers, spec_bytes, failed, worker)
                 return Finished(worker, life, task, parcel, bad)
             case _:
                 raise AssertionError(f"unknown record {record}")

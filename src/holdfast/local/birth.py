@@ -18,7 +18,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import forkserver, reduction, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -34,7 +35,7 @@ from holdfast.local.worker import Job, Reply
 from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
-from holdfast.shm.place import FileSpace, SlotSpace
+from holdfast.shm.place import FileSpace, Full, SlotSpace
 
 _LIMITS = (
     resource.RLIMIT_FSIZE,
@@ -46,8 +47,9 @@ _LIMITS = (
     resource.RLIMIT_CORE,
 )
 
-
 NAME = "holdfast-keeper"
+# Letters of an exception's text, and of its traceback, where the whole of it has no room.
+_READABLE = 100_000
 
 
 class Package:
@@ -96,8 +98,13 @@ class Package:
 
 
 def pack_error(error: raised.Raised, space: SlotSpace) -> Reply:
-    """An exception into a slot, as every job does it."""
-    return Reply(Kind.ERROR, *Packer().pack(error, space))
+    """An exception into a slot, as every job does it. Of one that is too large, what people read."""
+    try:
+        return Reply(Kind.ERROR, *Packer().pack(error, space))
+    except Full:
+        brief = error.text[:_READABLE], error.traceback[-_READABLE:]
+        error = replace(error, text=brief[0], traceback=brief[1], pickled=None, parts=None)
+        return Reply(Kind.ERROR, *Packer().pack(error, space))
 
 
 class Surroundings:
@@ -107,17 +114,20 @@ class Surroundings:
         self._environment = dict(os.environ)
         self._processors = os.sched_getaffinity(0)
         self._limits = {kind: resource.getrlimit(kind) for kind in _LIMITS}
-        self._niceness = os.nice(0)
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self._umask = linux.umask()
 
     def enter(self) -> None:
         """In the new process."""
         os.environ.clear()
         os.environ.update(self._environment)
-        os.sched_setaffinity(0, self._processors)
         os.umask(self._umask)
-        if self._niceness > os.nice(0):
-            os.nice(self._niceness - os.nice(0))
+        # What the system refuses stays as it is in the fork server.
+        with suppress(OSError):
+            os.sched_setaffinity(0, self._processors)
+        with suppress(OSError):
+            if self._niceness > os.getpriority(os.PRIO_PROCESS, 0):
+                os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
         for kind, (soft, hard) in self._limits.items():
             try:
                 resource.setrlimit(kind, (soft, hard))
@@ -160,11 +170,16 @@ class Cord:
         return self._orders
 
 
+def flush_output() -> None:
+    """stdout and stderr. What a program puts in their places may be None, closed, or know less than a file."""
+    for name in ("stdout", "stderr"):
+        with suppress(AttributeError, ValueError):
+            getattr(sys, name).flush()
+
+
 def fork_keeper(orders: Orders, job: Job) -> int:
     """The pid of a keeper that is a fork of this process."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()  # or a worker would print our unwritten text again
+    flush_output()  # or a worker would print our unwritten text again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
     try:
         pid = os.fork()

@@ -153,7 +153,7 @@ class LocalHost:
             pulse.words = pulse.words.toreadonly()
         for line in self._lifelines:
             if line is not None:
-                line.hang_up()
+                line.end()
         keeper = self._leash.close_in_child()
         self._answers.close_in_child(keeper=keeper)
         self._vigil.close()
@@ -262,7 +262,7 @@ class LocalHost:
     def _end_lifeline(self, worker: int) -> None:
         line = self._lifelines[worker]
         if line is not None:
-            line.hang_up()
+            line.end()
             line.slots.retire()
             self._lifelines[worker] = None
 

@@ -82,10 +82,12 @@ class Life:
         return (self.pid, self.next_alarm_s, *self.beat)
 
     def hear(self, step: float) -> bool:
-        """True when it has gone on since the last time, or has nothing to do; else its silence is `step` longer."""
+        """True when it has gone on since the last time, or has nothing to do but to wait for the trainer; else its
+        silence is `step` longer.
+        """
         words = self.pulse.words
         beat = (words[STAGE], words[TASK], words[POSITION], words[SINCE])
-        if beat != self.beat or beat[0] == Stage.IDLE:
+        if beat != self.beat or beat[0] in (Stage.IDLE, Stage.ANNOUNCE):
             self.beat, self.quiet_s, self.next_alarm_s = beat, 0.0, SILENT_S
             return True
         self.quiet_s += step

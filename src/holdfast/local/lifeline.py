@@ -5,6 +5,7 @@ in a letter box from the moment it is sent until it is answered, or taken back.
 """
 
 import os
+import resource
 import signal
 import time
 from collections import deque
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.messages import Cause
+from holdfast.errors import HoldfastError
 from holdfast.local import forks, linux
 from holdfast.local.journals import Journals
-from holdfast.local.wire import TASK, LifeEnded, StartLife
+from holdfast.local.wire import ELSEWHERE, TASK, LifeEnded, StartLife
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import unpack
+from holdfast.shm.place import FileSpace
 from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Gate, Slots, stride_for, strides_for
 
 # How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
@@ -89,6 +92,7 @@ class Lifeline:
         self._unread = unread
         self.slots = slots
         self.boxes: dict[int, int] = {}  # task -> its letter box
+        self._large: dict[int, int] = {}  # task -> the file of a letter that no box can hold
         self.waiting: deque[tuple[int, bytes]] = deque()  # tasks for which there is no box yet, and their payloads
         self.unsent = b""  # TASK records
         self.pid: int | None = None
@@ -104,11 +108,18 @@ class Lifeline:
             return
         self.boxes[task] = box
         start = box * slots.stride
-        size = len(payload)
+        letter, size = payload, len(payload)
+        if size > slots.stride:
+            letter = self._put_in_file(task, payload)
+            size = -len(letter)
         saved, count = self._journals.get(task, _NO_JOURNAL) if self._journals else _NO_JOURNAL
-        slots.memory.view[start : start + size] = payload
+        slots.memory.view[start : start + len(letter)] = letter
         if count:
-            slots.memory.view[start + size : start + size + len(saved)] = saved
+            start += len(letter)
+            if start + len(saved) <= (box + 1) * slots.stride:
+                slots.memory.view[start : start + len(saved)] = saved
+            else:
+                saved, count = _NO_JOURNAL  # there is no room beside the payload: it is a help, not a duty
         record = TASK.pack(task, box, size, len(saved), count)
         if self._takes_back:
             self.unsent += record
@@ -118,14 +129,35 @@ class Lifeline:
         except BrokenPipeError:
             pass  # it is dying: its Exited is on the way, and the task goes out again
         except BlockingIOError:  # thousands of tasks for one worker: the rest follow when it has answered some
-            slots.free_box(self.boxes.pop(task))
+            self._free(task)
             self.waiting.append((task, payload))
+
+    def _put_in_file(self, task: int, payload: bytes) -> bytes:
+        """What its box says instead: where the worker finds it."""
+        try:
+            fd = self._large[task] = new_file("letter", 0)
+            FileSpace(fd).put(memoryview(payload))
+        except OSError as error:
+            self._free(task)
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            limited = f"; RLIMIT_FSIZE is {limit} bytes" if limit != resource.RLIM_INFINITY else ""
+            raise HoldfastError(
+                f"a worker cannot be told of a batch whose indices take {len(payload)} bytes\n"
+                f"    seen   {error}{limited}\n"
+                "    try    smaller indices, fewer of them in a batch, or a larger limit (ulimit -f)"
+            ) from error
+        return ELSEWHERE.pack(os.getpid(), fd, os.fstat(fd).st_ino)
+
+    def _free(self, task: int) -> None:
+        """Its letter will not be read any more."""
+        self.slots.free_box(self.boxes.pop(task))
+        if self._large and (fd := self._large.pop(task, None)) is not None:
+            os.close(fd)
 
     def answered(self, task: int) -> None:
         """Its letter box is free, for one that waits if any does."""
-        box = self.boxes.pop(task, None)
-        if box is not None:
-            self.slots.free_box(box)
+        if task in self.boxes:
+            self._free(task)
             if self.waiting:
                 self.send(*self.waiting.popleft())
 
@@ -146,12 +178,19 @@ class Lifeline:
             if fd >= 0:
                 os.close(fd)
 
+    def end(self) -> None:
+        """The worker is gone, or not ours."""
+        self.hang_up()
+        for fd in self._large.values():
+            os.close(fd)
+        self._large.clear()
+
     def take_back(self, most: int = 1) -> list[int]:
         """The next tasks that the worker has not begun, if there are any: it will not begin them."""
         self.flush()
         tasks = [task for task, *_ in self._take_unread(most)]
         for task in tasks:
-            self.slots.free_box(self.boxes.pop(task))
+            self._free(task)
         return tasks
 
     def isolate(self, task: int) -> set[int] | None:
@@ -166,7 +205,7 @@ class Lifeline:
             return behind
         for record in unread:
             if record[0] == task:
-                self.slots.free_box(self.boxes.pop(task))
+                self._free(task)
             else:
                 self.unsent += TASK.pack(*record)
         self.flush()

@@ -3,6 +3,7 @@
 import errno
 import resource
 import traceback
+from contextlib import suppress
 
 from holdfast.core.messages import Leave
 from holdfast.local import linux
@@ -12,11 +13,12 @@ MOST_DESCRIPTORS = 65_536
 
 
 def raise_descriptor_limit() -> None:
-    """The soft limit on open files goes up to the hard one."""
+    """The soft limit on open files goes up to the hard one, if the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def limit_growth(size: int) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -51,8 +52,9 @@ def never_preempt_when_woken() -> None:
     """A task that arrives must not push the trainer, who has just sent it, off its processor: small batches come half
     as often then. The share of processor time stays as it was. Processes that user code starts are not concerned.
     """
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+    with suppress(OSError):  # a sandbox may refuse it: that costs speed alone
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
 def ask_for_stack(pid: int, file: int) -> None:

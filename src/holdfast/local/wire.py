@@ -16,7 +16,9 @@ from typing import NamedTuple
 from holdfast.core.messages import Cause, Place
 from holdfast.local.evidence import Evidence, shortened
 
-TASK = struct.Struct("<5q")  # task, letter box, payload bytes, journal bytes behind it, samples in it
+# task, letter box, payload bytes, journal bytes behind it, samples in it. Below 0, the box says where the payload is.
+TASK = struct.Struct("<5q")
+ELSEWHERE = struct.Struct("<3q")  # the trainer's pid, a descriptor there, and the inode of that file
 RECORD = struct.Struct("<10q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 
@@ -38,6 +40,7 @@ class Kind(IntEnum):
     EXHAUSTED = 5
     ABANDONED = 6
     BATCH_IN_FILE = 7
+    ERROR_IN_FILE = 8
 
 
 class StartLife(NamedTuple):

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -36,11 +37,12 @@ from holdfast.local.pulse import (
     Pulse,
 )
 from holdfast.local.sender import CRASH_SIGNALS, note_gil
-from holdfast.local.wire import MAGIC, RECORD, Kind
+from holdfast.local.wire import ELSEWHERE, MAGIC, RECORD, Kind
 from holdfast.local.wire import TASK as TASK_RECORD
 from holdfast.shm.desk import NO_SLOT, Desk
-from holdfast.shm.memory import Memory
-from holdfast.shm.place import SlotSpace
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import Packer
+from holdfast.shm.place import FileSpace, Full, SlotSpace
 from holdfast.shm.slots import slot_view, strides_for
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
@@ -114,6 +116,7 @@ class Worker:
         self._job = job
         self._pulse = pulse
         self._memory: Memory
+        self._kept_waiting_ns = 0  # by the trainer, with something to say
         self._hung_up = select.poll()
         self._hung_up.register(wiring.tasks, 0)
 
@@ -159,7 +162,8 @@ class Worker:
             captured = raised.capture(error)
             self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
             last = wiring.slots + wiring.boxes
-            space = SlotSpace(*slot_view(self._memory, wiring.stride, last))
+            view, address = slot_view(self._memory, wiring.stride, last)
+            space = SlotSpace(view[: -wiring.slots], address)  # behind it are the states of the slots
             reply = self._job.pack_error(captured, space)
             self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
             return False
@@ -184,16 +188,17 @@ class Worker:
                     self._announce(task, NO_SLOT, Reply(Kind.ABANDONED))
                     continue
                 words[TASK], words[JOURNALLED] = task, 0
-                began = clock() - desk.waited_ns
+                began = clock() - desk.waited_ns - self._kept_waiting_ns
                 letter = box * stride
-                end = letter + size
-                reply = run(view[letter:end], view[end : end + saved], count, desk)
+                end = letter + abs(size)
+                payload = view[letter:end] if size >= 0 else _elsewhere(view[letter:end])
+                reply = run(payload, view[end : end + saved], count, desk)
                 sent = reply.where + reply.spec_bytes
                 words[TASKS] += 1
                 words[BYTES] += sent
                 self._announce(task, desk.hand_over(sent), reply)
                 enter(_IDLE)
-                words[BUSY_NS] += words[SINCE] - desk.waited_ns - began
+                words[BUSY_NS] += words[SINCE] - desk.waited_ns - self._kept_waiting_ns - began
                 if words[ASKED] and self._must_go():
                     return
         words[LEAVING] = words[ASKED]
@@ -233,9 +238,47 @@ class Worker:
         head = (MAGIC | kind, wiring.worker, wiring.life, task, slot)
         record = RECORD.pack(*head, where, buffers, spec_bytes, bad, mark)
         if file >= 0:
-            socket.send_fds(wiring.files, [record], [file])
+            self._say(wiring.files.fileno(), lambda: socket.send_fds(wiring.files, [record], [file]))
             os.close(file)
-        os.write(wiring.results, record)
+        try:
+            os.write(wiring.results, record)
+        except BlockingIOError:
+            self._say(wiring.results, lambda: os.write(wiring.results, record))
+
+    def _say(self, fd: int, say: Callable[[], int]) -> None:
+        """As soon as there is room: a trainer that is stopped takes nothing, and that is not this worker's hang."""
+        words = self._pulse.words
+        stage, began = words[STAGE], time.monotonic_ns()
+        room = select.poll()
+        room.register(fd, select.POLLOUT)
+        while True:
+            try:
+                say()
+                break
+            except BlockingIOError:
+                self._pulse.enter(Stage.ANNOUNCE)
+                room.poll()
+        if words[STAGE] == Stage.ANNOUNCE:
+            self._pulse.enter(stage)
+            self._kept_waiting_ns += time.monotonic_ns() - began
+
+
+def _elsewhere(letter: memoryview) -> memoryview:
+    """What did not fit the letter box."""
+    pid, fd, inode = ELSEWHERE.unpack(letter)
+    with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+        if os.fstat(file.fileno()).st_ino != inode:
+            raise OSError("the trainer has closed this file meanwhile: the task is not wanted any more")
+        return memoryview(file.read())
+
+
+def error_reply(packer: Packer, failure: object, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
+    """A task ends in this: in the slot, or in a file of its own if that is too small."""
+    try:
+        return Reply(Kind.ERROR, *packer.pack(failure, space), bad, mark=mark)
+    except Full:
+        fd = new_file("error", 0)
+        return Reply(Kind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), bad, fd, mark)
 
 
 def _mind_forks() -> None:

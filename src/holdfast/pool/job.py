@@ -1,6 +1,7 @@
 """What a worker of a pool does: open the letter, call, put the result into the slot. Runs in the worker only."""
 
 import logging
+import os
 import pickle
 import random
 import resource
@@ -18,7 +19,7 @@ from holdfast.local import birth, limits
 from holdfast.local.pulse import ALLOWED, RETRIES, Pulse
 from holdfast.local.raised import Raised, capture
 from holdfast.local.wire import Kind
-from holdfast.local.worker import Reply
+from holdfast.local.worker import Reply, error_reply
 from holdfast.pool.chunk import UNOPENED, Results
 from holdfast.pool.letter import Head, head_of, open_letter
 from holdfast.shm.desk import Desk
@@ -98,7 +99,7 @@ class PoolJob:
             if not again or attempt >= head.attempts:
                 space = desk.space()
                 space.clear()
-                return Reply(Kind.ERROR, *self._packer.pack(failure, space))
+                return error_reply(self._packer, failure, space)
             self._rest(attempt)
 
     def _rest(self, attempt: int) -> None:
@@ -113,8 +114,11 @@ class PoolJob:
         try:
             fn, (items,), _ = open_letter(head, payload)
         except BaseException as error:  # user code: __setstate__, modules that are imported
-            return Reply(Kind.ERROR, *self._packer.pack(_unopened(error, head, 1), space))
-        results = Results(self._packer, space, pulse.words, head.items)
+            return error_reply(self._packer, _unopened(error, head, 1), space)
+        try:
+            results = Results(self._packer, space, pulse.words, head.items)
+        except Full as error:  # so many that their table does not fit: they are sent again as two halves
+            return error_reply(self._packer, _unopened(error, head, 1), space)
         for position, args in enumerate(items):
             pulse.enter(Stage.FETCH, position)
             results.begin(position)
@@ -157,12 +161,16 @@ class PoolJob:
             return Failure(capture(error, facts), Stage.FETCH, attempt), isinstance(error, self._retry_on)
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
+        fd = -1
         try:
-            return Reply(Kind.BATCH, *self._packer.pack(content, desk.space()))
-        except Full:
-            fd = new_file("result", 0)
-            return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)
-        except BaseException as error:  # user code again: __reduce__, __getstate__
+            try:
+                return Reply(Kind.BATCH, *self._packer.pack(content, desk.space()))
+            except Full:
+                fd = new_file("result", 0)
+                return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)
+        except BaseException as error:  # user code again: __reduce__, __getstate__; or there is no room for a file
+            if fd >= 0:
+                os.close(fd)
             return Failure(capture(error), Stage.SEND, attempt), False
 
     def pack_error(self, error: Raised, space: SlotSpace) -> Reply:

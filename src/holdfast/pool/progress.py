@@ -79,10 +79,13 @@ Show = Callable[[Progress], object]
 
 def on_stderr() -> tuple[Show, float]:
     """What shows it there, and how often."""
-    file = sys.stderr
-    if file.isatty():
+    file = getattr(sys, "stderr", None)
+    if file is None:
+        return lambda progress: None, LOG_S
+    # What a program has put there may know less than a file.
+    if hasattr(file, "isatty") and file.isatty():
         return lambda progress: rewrite(file, str(progress), "\n" if progress.over else ""), TERMINAL_S
-    return lambda progress: print(progress, file=file, flush=True), LOG_S
+    return lambda progress: print(progress, file=file, flush=hasattr(file, "flush")), LOG_S
 
 
 class Tracker:

@@ -170,7 +170,9 @@ enum { CPU = 1, COMPLEX = 5 };
 
 static PyTypeObject *tensor_type;
 static int (*describe)(void *, Description *);
-static PyObject *requires_grad, *is_neg;
+/* Behind `requires_grad` and `is_neg`. To look them up by name takes longer than to call them. */
+static PyGetSetDef *requires_grad;
+static PyCFunction is_neg;
 
 /* learn(type): True when tensors of this type can be described. */
 static PyObject *learn(PyObject *module, PyObject *type) {
@@ -178,14 +180,20 @@ static PyObject *learn(PyObject *module, PyObject *type) {
     Exchange *exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     PyErr_Clear();
     int known = exchange != NULL && exchange->major == 1 && exchange->describe != NULL && PyType_Check(type);
+    PyObject *grad = known ? PyObject_GetAttrString(type, "requires_grad") : NULL;
+    PyObject *neg = known ? PyObject_GetAttrString(type, "is_neg") : NULL;
+    PyErr_Clear();
+    known = grad != NULL && neg != NULL && Py_IS_TYPE(grad, &PyGetSetDescr_Type) &&
+            Py_IS_TYPE(neg, &PyMethodDescr_Type) && ((PyMethodDescrObject *)neg)->d_method->ml_flags == METH_NOARGS;
     if (known && tensor_type == NULL) {
-        requires_grad = PyUnicode_InternFromString("requires_grad");
-        is_neg = PyUnicode_InternFromString("is_neg");
-        if (requires_grad == NULL || is_neg == NULL) return NULL;
+        requires_grad = ((PyGetSetDescrObject *)grad)->d_getset;
+        is_neg = ((PyMethodDescrObject *)neg)->d_method->ml_meth;
         Py_INCREF(type);
         tensor_type = (PyTypeObject *)type;
         describe = exchange->describe;
     }
+    Py_XDECREF(grad);
+    Py_XDECREF(neg);
     Py_XDECREF(capsule);
     return PyBool_FromLong(known);
 }
@@ -200,7 +208,8 @@ static int is_dense(const Description *tensor) {
     return 1;
 }
 
-/* Where a sample's bytes are, if they are those of a dense tensor like the others, of which nobody wants a gradient. */
+/* Where a sample's bytes are, if they are those of a dense tensor like the others, of which nobody wants a gradient, and
+   mean what they say: one may be marked as negated. */
 static char *bytes_of(PyObject *sample, const Description *whole) {
     Description one;
     if (Py_TYPE(sample) != tensor_type || describe(sample, &one) < 0) return NULL;
@@ -208,9 +217,11 @@ static char *bytes_of(PyObject *sample, const Description *whole) {
     if (one.kind != whole->kind || one.bits != whole->bits || one.lanes != whole->lanes) return NULL;
     for (int d = 0; d < one.dimensions; d++)
         if (one.shape[d] != whole->shape[d + 1]) return NULL;
-    PyObject *wanted = PyObject_GetAttr(sample, requires_grad);
+    PyObject *wanted = requires_grad->get(sample, requires_grad->closure);
+    PyObject *negated = wanted == Py_False ? is_neg(sample, NULL) : NULL;
     Py_XDECREF(wanted); /* True and False live for ever */
-    return wanted == Py_False && one.data != NULL ? one.data + one.offset : NULL;
+    Py_XDECREF(negated);
+    return negated == Py_False && one.data != NULL ? one.data + one.offset : NULL;
 }
 
 /* stack(out, samples, past): the tensors of the list or tuple side by side into the tensor `out`; past the cache with 1,
@@ -229,9 +240,7 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     size_t elements = 1;
     for (int d = 1; d < whole.dimensions; d++) elements *= (size_t)whole.shape[d];
     size_t bits = (size_t)whole.bits * whole.lanes, size = elements * (bits / 8);
-    /* A complex tensor may be marked as conjugated. One that is marked as negated comes from such a one's imaginary
-       part, and is not dense, unless it has a single element, or somebody made it so: the first is asked. */
-    if (whole.kind == COMPLEX || bits % 8 || elements < 2) Py_RETURN_FALSE;
+    if (whole.kind == COMPLEX || bits % 8) Py_RETURN_FALSE; /* a complex tensor may be marked as conjugated */
     PyObject *held = PySequence_Tuple(samples); /* whatever becomes of the list meanwhile */
     if (held == NULL) return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(held);
@@ -244,11 +253,6 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     for (Py_ssize_t i = 0; fits && i < count; i++) {
         from[i] = bytes_of(PyTuple_GET_ITEM(held, i), &whole);
         fits = from[i] != NULL;
-        if (fits && i == 0) {
-            PyObject *negated = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(held, 0), is_neg);
-            Py_XDECREF(negated); /* True and False live for ever */
-            fits = negated == Py_False;
-        }
     }
     PyErr_Clear(); /* of one that cannot be described */
     if (fits) {

@@ -176,25 +176,19 @@ def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_tw
     if stack is not None:
         if stack(out, samples, past):
             return
-    elif copy_all is not None and past and isinstance(samples, list | tuple) and _is_simple(samples[0]):
+    elif copy_all is not None and past and isinstance(samples, list | tuple) and not out.dtype.is_complex:
         dtype, shape = out.dtype, out.shape[1:]
         sources: list[object] = []
-        for sample in samples:
+        for sample in samples:  # (a complex one may be marked as conjugated, any as negated)
             if type(sample) is not torch.Tensor or sample.dtype is not dtype or sample.shape != shape:
                 break
-            if not sample.is_contiguous() or not sample.is_cpu or sample.requires_grad:
+            if not sample.is_contiguous() or not sample.is_cpu or sample.requires_grad or sample.is_neg():
                 break
             sources.append(sample.data_ptr())
         else:
             copy_all(out.data_ptr(), out.nbytes // len(samples), sources, past > 1)
             return
     torch.stack(samples, 0, out=out)
-
-
-def _is_simple(sample: torch.Tensor) -> bool:
-    """Its memory is its value, and nobody asks for its gradient. (A dense tensor of more than a few elements that is
-    marked as negated comes from nowhere but a complex one's `imag`, and is not contiguous.)"""
-    return not (sample.requires_grad or sample.dtype.is_complex or sample.is_neg())
 
 
 def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two: bool = False) -> bool:
