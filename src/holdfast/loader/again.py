@@ -5,6 +5,7 @@ from typing import Any
 
 from holdfast.diagnose.finding import Again
 from holdfast.loader.seeds import Seeder
+from holdfast.local.raised import text_of
 
 
 def load_again(dataset: Any, again: Again) -> Any:
@@ -15,5 +16,5 @@ def load_again(dataset: Any, again: Again) -> Any:
         try:
             dataset[index]
         except Exception as error:
-            print(f"(index {index!r}, before it, raised {type(error).__name__}: {error})", file=sys.stderr)
+            print(f"(index {index!r}, before it, raised {type(error).__name__}: {text_of(error)})", file=sys.stderr)
     return dataset[wanted]

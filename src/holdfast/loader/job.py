@@ -210,7 +210,12 @@ class LoaderJob:
             failure = Failed(error, -1, None, Stage.SEND, 1).to_failure()
         space = desk.space()
         space.clear()
-        return Reply(Kind.ERROR, *self._packer.pack(failure, space), mark=self._mark())
+        try:
+            packed = self._packer.pack(failure, space)
+        except BaseException:  # no room for the exception; or user code: an index that pickles no more
+            space.clear()
+            packed = self._packer.pack(failure.brief(), space)
+        return Reply(Kind.ERROR, *packed, mark=self._mark())
 
     def _map_batch(self, draw: Draw, base_seed: int, number: int, desk: Desk) -> Reply:
         fetcher = self._map

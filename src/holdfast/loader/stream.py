@@ -9,11 +9,12 @@ iterators may go on after an exception.
 """
 
 import copy
-import inspect
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,12 @@ from holdfast.shm.place import CODES
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
 _EDGE = 32
 _CHILDREN = 16
+_FINISHED = (
+    "The dataset's generator raised, so it is finished: what it would still have given in this worker is lost. "
+    "Catch the exception inside __iter__ to go on."
+)
+# Numbers of the same size, to look at those of which this torch can do little more than hold them.
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A dataset with state_dict is asked for it at most this often.
 SNAPSHOT_S = 1.0
 
@@ -166,18 +173,19 @@ class StreamFetcher:
             except StopIteration:
                 raise
             except self._catch as error:
-                if inspect.isgenerator(self._items):
+                if type(self._items) is GeneratorType:
                     self._ended = True
-                    error.add_note(
-                        "The dataset's generator raised, so it is finished: what it would still have given in this "
-                        "worker is lost. Catch the exception inside __iter__ to go on."
-                    )
+                    with suppress(self._catch):  # notes of the user's that are no list, attributes that cannot be set
+                        BaseException.add_note(error, _FINISHED)
                     raise Failed(error, position, None, Stage.FETCH, 1) from error
                 if self._policy.bad_sample == "skip":
-                    troubles.append(Trouble(position, None, 1, 0.0, capture(error), "skipped"))
+                    troubles.append(Trouble(position, None, 1, 0.0, capture(error, catch=self._catch), "skipped"))
                     continue
                 raise Failed(error, position, None, Stage.FETCH, 1) from error
-            self.print = fingerprint(item, self.print)
+            try:
+                self.print = fingerprint(item, self.print)
+            except self._catch:  # user code, or a kind of tensor that cannot be asked
+                self.print = zlib.crc32(type(item).__name__.encode(), self.print)
             return item
 
     def collate(self, items: Any) -> Any:
@@ -187,7 +195,7 @@ class StreamFetcher:
         try:
             return self._collate(items)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None)) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._catch)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
@@ -201,10 +209,7 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
         so_far = crc(f"{item.dtype}{tuple(item.shape)}".encode(), so_far)
         if item.device.type != "cpu" or item.layout is not torch.strided or item.is_quantized or not item.numel():
             return so_far
-        flat = item.detach().reshape(-1)
-        edge = max(1, _EDGE // item.element_size())
-        ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
-        return crc(ends.contiguous().view(torch.uint8).numpy().tobytes(), so_far)
+        return crc(_edges(item.detach()), so_far)
     if isinstance(item, np.ndarray):
         so_far = crc(f"{item.dtype}{item.shape}".encode(), so_far)
         if item.dtype.hasobject or not item.size:
@@ -226,3 +231,13 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
         for child in item[:_CHILDREN]:
             so_far = fingerprint(child, so_far, depth - 1)
     return so_far
+
+
+def _edges(tensor: torch.Tensor) -> bytes:
+    """The bytes of its first and its last elements."""
+    if not (tensor.is_conj() or tensor.is_neg() or tensor.dtype in CODES):
+        tensor = tensor.view(_AS_INTEGERS[tensor.element_size()])
+    flat = tensor.reshape(-1)
+    edge = max(1, _EDGE // tensor.element_size())
+    ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
+    return ends.contiguous().view(torch.uint8).numpy().tobytes()

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -98,8 +98,15 @@ class PoolJob:
             if not again or attempt >= head.attempts:
                 space = desk.space()
                 space.clear()
-                return Reply(Kind.ERROR, *self._packer.pack(failure, space))
+                return Reply(Kind.ERROR, *self._packed(failure, space))
             self._rest(attempt)
+
+    def _packed(self, failure: Failure, space: SlotSpace) -> tuple[int, int, int]:
+        try:
+            return self._packer.pack(failure, space)
+        except Full:  # a large one, where slots must be small
+            space.clear()
+            return self._packer.pack(replace(failure, raised=failure.raised.brief()), space)
 
     def _rest(self, attempt: int) -> None:
         self._pulse.words[RETRIES] += 1
@@ -113,7 +120,7 @@ class PoolJob:
         try:
             fn, (items,), _ = open_letter(head, payload)
         except BaseException as error:  # user code: __setstate__, modules that are imported
-            return Reply(Kind.ERROR, *self._packer.pack(_unopened(error, head, 1), space))
+            return Reply(Kind.ERROR, *self._packed(_unopened(error, head, 1), space))
         results = Results(self._packer, space, pulse.words, head.items)
         for position, args in enumerate(items):
             pulse.enter(Stage.FETCH, position)
@@ -131,7 +138,7 @@ class PoolJob:
     def _item_again(self, head: Head, payload: memoryview, position: int, error: BaseException) -> tuple[Any, int]:
         """An item has raised: its result after all, and how many retries it took; or a Failure, and -1."""
         attempt = 1
-        while isinstance(error, self._retry_on) and attempt < head.attempts:
+        while issubclass(type(error), self._retry_on) and attempt < head.attempts:
             self._rest(attempt)
             attempt += 1
             self._pulse.enter(Stage.FETCH, position)
@@ -153,8 +160,8 @@ class PoolJob:
                 result = fn(*args, **kwargs)
         except BaseException as error:  # user code
             facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
-            facts = facts if isinstance(error, MemoryError) else ()
-            return Failure(capture(error, facts), Stage.FETCH, attempt), isinstance(error, self._retry_on)
+            facts = facts if issubclass(type(error), MemoryError) else ()
+            return Failure(capture(error, facts), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
         try:
@@ -170,8 +177,9 @@ class PoolJob:
 
 
 def _unopened(error: BaseException, head: Head, attempt: int) -> Failure:
-    unknown = isinstance(error, AttributeError) and "_main__'" in str(error) and not head.by_value
-    return Failure(capture(error), Stage.BOOT, attempt, True, unknown)
+    captured = capture(error)
+    unknown = issubclass(type(error), AttributeError) and "_main__'" in captured.text and not head.by_value
+    return Failure(captured, Stage.BOOT, attempt, True, unknown)
 
 
 @contextmanager

@@ -79,6 +79,27 @@ def _storage(raw: Any, dtype: torch.dtype | None) -> object:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
+def _rebuilt(
+    storage: torch.UntypedStorage, at: int, shape: Any, strides: Any, wants_gradient: bool, *rest: Any
+) -> torch.Tensor:
+    """Torch writes the untyped storage of a newer dtype (float8, uint16, ...), and reads a typed one; and it cannot put
+    memory into a tensor that wants its gradient.
+    """
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
+    made = torch._utils._rebuild_tensor_v3(typed, at, shape, strides, False, *rest)  # type: ignore[no-untyped-call]
+    return made.requires_grad_(wants_gradient)  # type: ignore[no-any-return]
+
+
+def _as_torch_reduces(tensor: torch.Tensor) -> Any:
+    """One that is not plain: it wants a gradient, is marked, or has attributes."""
+    function, parts = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if function is torch._utils._rebuild_tensor_v3:
+        return _rebuilt, parts
+    if parts[0] is torch._utils._rebuild_tensor_v3:  # with attributes
+        return function, (_rebuilt, *parts[1:])
+    return function, parts
+
+
 def _bytes_of(tensor: torch.Tensor) -> Any:
     """The tensor's memory as a numpy array of bytes."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
@@ -255,7 +276,7 @@ class Packer:
             parts = _parts_of_sparse(tensor.detach())
             return _sparse, (tensor.layout, parts, tuple(tensor.shape), coalesced, tensor.requires_grad)
         if not is_plain(tensor):
-            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return _as_torch_reduces(tensor)
         shape = tuple(tensor.shape)
         code = CODES.get(tensor.dtype)
         if code is None:
