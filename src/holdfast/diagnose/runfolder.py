@@ -18,6 +18,8 @@ from typing import IO, Any
 
 import cloudpickle
 
+from holdfast.local.raised import shown
+
 log = logging.getLogger("holdfast")
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
@@ -65,7 +67,7 @@ class RunFolder:
         again = incident.get("again")
         if again is not None:
             incident["again"] = {**again, "pickled": to_text(again["indices"])}
-        line = json.dumps({"number": self._count, **incident}, default=repr) + "\n"
+        line = json.dumps({"number": self._count, **incident}, default=shown) + "\n"
         self._last_incident = str(incident.get("headline", ""))
         try:
             if not self._count:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -169,8 +170,7 @@ class LoaderJob:
             random.seed(seed)  # as torch has it; whatever comes later is seeded by batch
             torch.default_generator.manual_seed(seed)
             np.random.seed(torch_worker._generate_state(recipe.base_seed, worker))  # type: ignore[no-untyped-call]
-            with self._seeder.watching():
-                recipe.worker_init_fn(worker)
+            self._seeder.watching(partial(recipe.worker_init_fn, worker))
         if not recipe.iterable:
             self._map = MapFetcher(
                 self._dataset,

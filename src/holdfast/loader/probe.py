@@ -17,7 +17,7 @@ from holdfast.diagnose.fitness import Bad, Measured, Repeat, Sample
 from holdfast.loader.dataloader import DataLoader
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.weigh import Repeated, Weighed, WeighedStream
-from holdfast.local.raised import text_of
+from holdfast.local.raised import shown, text_of
 from holdfast.policy import Policy
 from holdfast.shm.pack import Packer
 from holdfast.shm.place import FileSpace
@@ -67,7 +67,7 @@ def probe(
         asked=len(indices),
         samples=tuple(found),
         repeats=tuple(repeats),
-        bad=tuple({repr(bad.index): bad for bad in trial.bad}.values()),
+        bad=tuple({shown(bad.index): bad for bad in trial.bad}.values()),
         import_s=import_s,
         pickled_bytes=pickled,
         unpicklable=why_not,
@@ -120,10 +120,10 @@ def _line(error: BaseException) -> str:
 def _bad_of(loader: DataLoader[Any]) -> list[Bad]:
     """The bad samples of a loader, each with the last that was found about it."""
     report = loader.report()
-    about = {repr(incident.index): incident for incident in report.incidents}
+    about = {shown(incident.index): incident for incident in report.incidents}
     found = []
     for bad in report.bad_samples:
-        incident = about.get(repr(bad.index))
+        incident = about.get(shown(bad.index))
         if incident is None:
             found.append(Bad(bad.index, bad.error))
         else:

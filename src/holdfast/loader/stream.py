@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from types import GeneratorType
 from typing import Any
 
@@ -199,7 +200,10 @@ class StreamFetcher:
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
-    """A cheap hash of structure and edge bytes, added to what came before."""
+    """A cheap hash of structure and edge bytes, added to what came before.
+
+    Of a subclass of the user's the methods of the built-in class are called: its own may draw random numbers.
+    """
     crc = zlib.crc32
     if type(item) is torch.Tensor and item.dtype in CODES and is_plain(item):
         item = item.numpy()  # whose edges can be had without a copy, also of one that is transposed
@@ -219,16 +223,18 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
     if isinstance(item, bytes | bytearray):
         return crc(bytes(item[-_EDGE:]), crc(struct.pack("<q", len(item)), crc(bytes(item[:_EDGE]), so_far)))
     if isinstance(item, str):
-        return fingerprint(item.encode(errors="replace"), crc(b"s", so_far))
+        return fingerprint(str.encode(item, errors="replace"), crc(b"s", so_far))
     if item is None or isinstance(item, bool | int | float | complex):
-        return crc(repr(item).encode(), so_far)
+        number: Any = next((kind for kind in (int, float, complex) if isinstance(item, kind)), type(item))
+        return crc(number.__repr__(item).encode(), so_far)
     so_far = crc(type(item).__name__.encode(), so_far)
     if depth and isinstance(item, dict):
-        for key in list(item)[:_CHILDREN]:
-            so_far = fingerprint(item[key], fingerprint(key, so_far, 1), depth - 1)
+        for key, child in islice(dict.items(item), _CHILDREN):
+            so_far = fingerprint(child, fingerprint(key, so_far, 1), depth - 1)
     elif depth and isinstance(item, list | tuple):
-        so_far = crc(struct.pack("<q", len(item)), so_far)
-        for child in item[:_CHILDREN]:
+        sequence: Any = list if isinstance(item, list) else tuple
+        so_far = crc(struct.pack("<q", sequence.__len__(item)), so_far)
+        for child in islice(sequence.__iter__(item), _CHILDREN):
             so_far = fingerprint(child, so_far, depth - 1)
     return so_far
 

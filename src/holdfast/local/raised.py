@@ -86,6 +86,14 @@ def text_of(error: BaseException, catch: type[BaseException] = Exception) -> str
         return f"<its __str__ raised {type(worse).__name__}>"
 
 
+def shown(value: object) -> str:
+    """repr(value), whatever its class makes of that: an index may be any object."""
+    try:
+        return _plain(repr(value))
+    except Exception as worse:
+        return f"<a {type(value).__name__}, whose __repr__ raised {type(worse).__name__}>"
+
+
 def _traceback_of(error: BaseException, catch: type[BaseException]) -> str:
     try:
         return "".join(traceback.format_exception(error))

@@ -5,9 +5,9 @@ import pickle
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -156,8 +156,7 @@ class PoolJob:
         except BaseException as error:  # user code: __setstate__, modules that are imported
             return _unopened(error, head, attempt), False
         try:
-            with _limited(head.memory):
-                result = fn(*args, **kwargs)
+            result = _limited(head.memory, partial(fn, *args, **kwargs)) if head.memory else fn(*args, **kwargs)
         except BaseException as error:  # user code
             facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
             facts = facts if issubclass(type(error), MemoryError) else ()
@@ -182,15 +181,11 @@ def _unopened(error: BaseException, head: Head, attempt: int) -> Failure:
     return Failure(captured, Stage.BOOT, attempt, True, unknown)
 
 
-@contextmanager
-def _limited(size: int) -> Iterator[None]:
-    """An allocation fails once the process has `size` bytes more than now; 0: no limit of its own."""
-    if not size:
-        yield
-        return
+def _limited(size: int, call: Callable[[], Any]) -> Any:
+    """An allocation fails once the process has `size` bytes more than now."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limits.limit_growth(size)
     try:
-        yield
+        return call()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -113,7 +113,7 @@ class Teller(Voice):
         """The result came, and unpickling it raised."""
         error = TaskLost(
             f"the result of task {call.number} ({call.name}) was lost: unpickling it here raised "
-            f"{type(cause).__name__}: {text_of(cause)}\n"
+            f"{type(cause).__name__}: {text_of(cause, BaseException)}\n"
             "    did    nothing more: the task itself had ended well\n"
             "    try    pickle.loads(pickle.dumps(result)) on what the function returns",
             call.number,
