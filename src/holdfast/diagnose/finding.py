@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from holdfast.core.messages import Cause, Stage
 from holdfast.local.evidence import Evidence
-from holdfast.local.raised import Raised
+from holdfast.local.raised import Raised, shown
 
 # The `worker` of a case that is about another process of ours.
 KEEPER, TRAINER = -1, -2
@@ -101,4 +101,4 @@ def find(case: Case, rules: tuple[Rule, ...]) -> Finding:
 
 def _plain(case: Case) -> str:
     """Without the evidence, which is in the JSON with all its series."""
-    return repr(replace(case, evidence=None))
+    return shown(replace(case, evidence=None))

@@ -19,6 +19,7 @@ from holdfast.errors import legible
 from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
 from holdfast.local.pulse import Pulse
+from holdfast.local.raised import shown
 
 SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
@@ -216,7 +217,7 @@ def where(case: Case) -> str:
     about = f"batch {case.task}, attempt {case.attempt}{strikes}"
     if doing is not None:
         return f"{doing} batch {case.task} (attempt {case.attempt}{strikes})"
-    what = f"index {case.index!r}" if case.index is not None else "an item"
+    what = f"index {shown(case.index)}" if case.index is not None else "an item"
     return f"while loading {what} ({about})"
 
 
@@ -338,9 +339,9 @@ class Report:
         if self.bad_samples:
             lines.append("  bad samples")
             for bad in self.bad_samples[:_EXAMPLES]:
-                swap = f", replaced by {bad.replaced_by!r}" if bad.replaced_by is not None else ""
+                swap = f", replaced by {shown(bad.replaced_by)}" if bad.replaced_by is not None else ""
                 lines.append(
-                    f"    index {bad.index!r} in batch {bad.batch}: {bad.error} ({bad.attempts} attempts{swap})"
+                    f"    index {shown(bad.index)} in batch {bad.batch}: {bad.error} ({bad.attempts} attempts{swap})"
                 )
             more = self._counts["bad_samples"] - _EXAMPLES
             lines += [f"    and {more} more"] if more > 0 else []
@@ -378,7 +379,7 @@ class Report:
         """One finding: how often, and one example in full."""
         same = [i for i in self.incidents if i.finding == name]
         count = self._counts[f"incident:{name}"]
-        indices = list(dict.fromkeys(repr(i.index) for i in same if i.index is not None))
+        indices = list(dict.fromkeys(shown(i.index) for i in same if i.index is not None))
         lines = [f"  {name} x{count}{_times(same[0].at, self._last_at.get(name, 0.0), count)}"]
         if indices:
             more = ", ..." if len(indices) > _EXAMPLES else ""

@@ -20,6 +20,7 @@ from typing import IO, Any
 import cloudpickle
 
 from holdfast.local.private import open_new, open_to_append
+from holdfast.local.raised import shown
 
 log = logging.getLogger("holdfast")
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
@@ -122,7 +123,7 @@ class RunFolder:
             literal = to_text(again["indices"])
             pickled = to_pickle(again["indices"]) if literal is None else None
             incident["again"] = {**again, "literal": literal, "pickled": pickled}
-        line = json.dumps({"number": self._count, **incident}, default=repr) + "\n"
+        line = json.dumps({"number": self._count, **incident}, default=shown) + "\n"
         self._last_incident = str(incident.get("headline", ""))
         try:
             if not self._count:

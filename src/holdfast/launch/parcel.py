@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 
 from holdfast.errors import CannotSend
+from holdfast.local.raised import text_of
 from holdfast.shm.memory import new_file
 
 
@@ -75,7 +76,7 @@ class Parcel:
             self._dump(_by_value)
         except Exception as error:
             raise CannotSend(
-                f"the function or its arguments cannot be sent to a rank: {type(error).__name__}: {error}\n"
+                f"the function or its arguments cannot be sent to a rank: {type(error).__name__}: {text_of(error)}\n"
                 "    seen   pickle and cloudpickle refused them\n"
                 '    try    make in the rank what cannot be sent (files, locks, connections); start_method="fork" '
                 "sends nothing"

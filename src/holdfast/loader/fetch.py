@@ -7,7 +7,7 @@ trainer (num_workers=0) only `Exception` is, so that Ctrl-C still works.
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.core.messages import Stage
@@ -17,7 +17,7 @@ from holdfast.loader.shapes import differing
 from holdfast.local.evidence import facts_of
 from holdfast.local.limits import refused
 from holdfast.local.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, recorder
-from holdfast.local.raised import Raised, capture
+from holdfast.local.raised import Raised, capture, text_of
 from holdfast.local.worker import Spent
 from holdfast.policy import Policy
 
@@ -39,6 +39,15 @@ class Trouble:
     fate: str  # "retried", "skipped" or "replaced"
     replaced_by: object = None
 
+    def brief(self) -> "Trouble":
+        """What finds more room, and always pickles."""
+        index, spare = _plain(self.index), _plain(self.replaced_by)
+        return replace(self, index=index, replaced_by=spare, raised=self.raised.brief())
+
+
+def _plain(index: object) -> object:
+    return index if type(index) in (int, str) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -50,6 +59,11 @@ class Failure:
     attempts: int
     raised: Raised
     troubles: tuple[Trouble, ...] = ()
+
+    def brief(self) -> "Failure":
+        """What always finds room, and always pickles."""
+        troubles = tuple(trouble.brief() for trouble in self.troubles)
+        return replace(self, index=_plain(self.index), raised=self.raised.brief(), troubles=troubles)
 
 
 class Failed(Exception):
@@ -231,10 +245,13 @@ class MapFetcher:
 
     def _leave(self, error: BaseException, position: int, draw: Draw) -> None:
         if self._may_leave and position > draw.stay:
-            facts = facts_of(error)
-            why = refused(error, self._growth, self._words[BASE])
+            try:
+                facts = facts_of(error)
+                why = refused(error, self._growth, self._words[BASE])
+            except self._catch:  # user code: its __str__, its properties
+                return
             if why is not None:
-                raise Spent(why, (f"{type(error).__name__}: {error}"[:300], *facts))
+                raise Spent(why, (f"{type(error).__name__}: {text_of(error, self._catch)}"[:300], *facts))
 
     def _one(self, position: int, index: Any, draw: Draw, troubles: list[Trouble]) -> Any:
         """One sample, with retries. While a store is down, the first sample alone waits for it as long as it may."""
@@ -250,7 +267,7 @@ class MapFetcher:
             except self._catch as error:
                 first = error
                 self._leave_if_spent(error, position, draw)
-                worth = isinstance(error, policy.retry_on)
+                worth = issubclass(type(error), policy.retry_on)
                 if not worth or self._down or attempt > policy.retries:
                     self._down = worth
                     spent = time.monotonic() - began
@@ -263,7 +280,9 @@ class MapFetcher:
                 self._down = False
                 if first is not None:
                     spent = time.monotonic() - began
-                    troubles.append(Trouble(position, index, attempt, spent, capture(first), "retried"))
+                    troubles.append(
+                        Trouble(position, index, attempt, spent, capture(first, catch=self._catch), "retried")
+                    )
                 return sample
         raise AssertionError("unreachable")
 
@@ -287,7 +306,9 @@ class MapFetcher:
         """A sample that cannot be loaded: what the policy says of it."""
         match self._policy.bad_sample:
             case "skip":
-                troubles.append(Trouble(position, index, attempts, seconds, capture(error), "skipped"))
+                troubles.append(
+                    Trouble(position, index, attempts, seconds, capture(error, catch=self._catch), "skipped")
+                )
                 return _LEFT_OUT
             case "replace":
                 for spare in spares:
@@ -295,7 +316,11 @@ class MapFetcher:
                         sample = self.dataset[spare]
                     except self._catch:
                         continue  # a bad one too; it is named when its own turn comes
-                    troubles.append(Trouble(position, index, attempts, seconds, capture(error), "replaced", spare))
+                    troubles.append(
+                        Trouble(
+                            position, index, attempts, seconds, capture(error, catch=self._catch), "replaced", spare
+                        )
+                    )
                     return sample
         raise Failed(error, position, index, Stage.FETCH, attempts) from error
 
@@ -307,7 +332,7 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices)) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices, self._catch)) from error
 
     def left_out(self, samples: Any, draw: Draw, troubles: list[Trouble]) -> bool:
         """True when nothing is left of this batch. One that was asked for empty is none of these: it is collated."""

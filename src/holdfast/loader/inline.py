@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -107,6 +108,7 @@ class InlineIterator(_SingleProcessDataLoaderIter):
     def _raise(self, failed: Failed) -> None:
         """As itself; but a StopIteration of the dataset's would end the epoch without a word."""
         error = failed.error
+        captured = capture(error, catch=Exception)
         case = Case(
             what="raised",
             worker=0,
@@ -114,18 +116,19 @@ class InlineIterator(_SingleProcessDataLoaderIter):
             index=failed.index,
             stage=failed.stage,
             attempt=failed.attempts,
-            raised=capture(error),
+            raised=captured,
             did="raised it from next()",
             at=time.time(),
         )
         self._record.add(incident_of(case))
         if failed.position >= 0:
-            text = f"{type(error).__name__}: {error}"
+            text = f"{captured.type_name}: {captured.text}"
             self._record.add_bad(BadSample(failed.index, self._batch, text, failed.attempts))
         told = f"in the trainer (num_workers=0) {where(case)}"
-        if isinstance(error, StopIteration | StopAsyncIteration):
+        if issubclass(type(error), StopIteration | StopAsyncIteration):
             raise SampleError(
                 f"{told} raised {type(error).__name__}, which would end the epoch without a word", failed.index
             ) from error
-        error.add_note(told)
+        with suppress(Exception):  # notes of the user's that are no list, attributes that cannot be set
+            BaseException.add_note(error, told)
         raise error

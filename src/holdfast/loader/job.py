@@ -7,6 +7,8 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
+from holdfast.loader.collating import Overseer, is_torchs
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
@@ -59,52 +62,63 @@ class SlotStack:
     """Stacks samples straight into the slot while torch's default collate runs; plainly otherwise.
 
     It stands in for torch's own functions in `default_collate_fn_map`, which would put each batch into /dev/shm.
-    Only the default collate, which keeps no reference to what it made, writes into the slot: a collate_fn of the
-    user's may keep its results, and the slot will be written again.
+    Only the default collate, where no code of the user's comes by what it makes, writes into the slot: the user may
+    keep or change a batch, and the slot will be written again.
     """
 
     def __init__(self) -> None:
         self.space: SlotSpace | None = None
+        self._thread = get_ident()
+        self._ours = self.tensors, self.arrays
+        self._overseer = Overseer(self._ours)
         self._torch_tensors = torch_collate.collate_tensor_fn
         self._torch_arrays = torch_collate.collate_numpy_array_fn
 
     def install(self) -> None:
         """From now on default_collate comes here, unless the user put functions of their own in these places."""
         functions = torch_collate.default_collate_fn_map
-        for kind, theirs, ours in (
-            (torch.Tensor, self._torch_tensors, self.tensors),
-            (np.ndarray, self._torch_arrays, self.arrays),
-        ):
+        theirs = self._torch_tensors, self._torch_arrays
+        for kind, own, ours in zip((torch.Tensor, np.ndarray), theirs, self._ours, strict=True):
             present = functions.get(kind)
-            if present is theirs or isinstance(getattr(present, "__self__", None), SlotStack):
+            if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
                 functions[kind] = ours
 
+    def open(self, desk: Desk, samples: Any) -> None:
+        """The batch of these samples may be stacked into the slot, until `close`."""
+        self.space = desk.space() if self._overseer.sees_torch_alone(samples) else None
+
+    def close(self) -> None:
+        self.space = None
+
     def tensors(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        if self.space is not None:
-            out = self.space.stacked(batch)
+        space = self.space if get_ident() == self._thread else None  # threads of the user's collate, too
+        if space is not None:
+            out = space.stacked(batch)
             if out is not None:
                 return out
         first = batch[0]
         if first.is_nested or first.layout is not torch.strided:
             return self._torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-        if self.space is None or type(first) is not torch.Tensor or first.device.type != "cpu":
+        if type(first) is not torch.Tensor or first.device.type != "cpu":
             return torch.stack(batch, 0)
+        shape = len(batch), *first.shape
         try:
-            out = self.space.tensor(first.dtype, (len(batch), *first.shape))
-            if out is not None:
-                stack_tensors(batch, out, self.space.by_two)
-                return out
-            return torch.stack(batch, 0)
+            out = space.tensor(first.dtype, shape) if space is not None else None
+            if out is None:
+                out = torch.empty(shape, dtype=first.dtype)  # the first one's, as torch has it in a worker
+            stack_tensors(batch, out, space is not None and space.by_two)
+            return out
         except (Full, RuntimeError):
             return torch.stack(batch, 0)  # works (mixed dtypes, grad), or raises what the user must see
 
     def arrays(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
         dtype = TORCH_TWIN.get(first.dtype)
-        if self.space is not None and dtype is not None and type(first) is np.ndarray:
+        space = self.space if get_ident() == self._thread else None
+        if space is not None and dtype is not None and type(first) is np.ndarray:
             try:
-                out = self.space.tensor(dtype, (len(batch), *first.shape))
-                if out is not None and stack_arrays(batch, out, self.space.by_two):
+                out = space.tensor(dtype, (len(batch), *first.shape))
+                if out is not None and stack_arrays(batch, out, space.by_two):
                     return out
             except Full:
                 pass  # the plain way
@@ -137,7 +151,7 @@ class LoaderJob:
         self._map: MapFetcher | None = None
         self._stream: StreamFetcher | None = None
         self._epoch = -1
-        self._default_collate = recipe.collate_fn is torch_collate.default_collate
+        self._default_collate = recipe.collate_fn is torch_collate.default_collate and is_torchs(recipe.collate_fn)
 
     # Boot ----------------------------------------------------------------------------------------------------------
 
@@ -162,8 +176,7 @@ class LoaderJob:
             random.seed(seed)  # as torch has it; whatever comes later is seeded by batch
             torch.default_generator.manual_seed(seed)
             np.random.seed(torch_worker._generate_state(recipe.base_seed, worker))  # type: ignore[no-untyped-call]
-            with self._seeder.watching():
-                recipe.worker_init_fn(worker)
+            self._seeder.watching(partial(recipe.worker_init_fn, worker))
         if not recipe.iterable:
             self._map = MapFetcher(
                 self._dataset,
@@ -217,14 +230,15 @@ class LoaderJob:
             draw.journal.discard()
         if fetcher.left_out(samples, draw, troubles):
             return self._send((troubles, None), desk, samples, indices, len(troubles))
-        self._stack.space = desk.space() if self._default_collate else None
+        if self._default_collate:
+            self._stack.open(desk, samples)
         try:
             batch = fetcher.collate(samples, indices)
         except Failed as failed:
             fetcher.leave_if_spent(failed, draw)
             raise
         finally:
-            self._stack.space = None
+            self._stack.close()
         return self._send((troubles or None, batch), desk, samples, indices, _bad(troubles))
 
     def _stream_batch(self, asked: Any, desk: Desk, troubles: list[Trouble]) -> Reply:
@@ -241,11 +255,12 @@ class LoaderJob:
             if not troubles:
                 return Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
             return self._send(((troubles, None, 0), None), desk, [], None, len(troubles))  # that is said next time
-        self._stack.space = desk.space() if self._default_collate else None
+        if self._default_collate:
+            self._stack.open(desk, items)
         try:
             batch = stream.collate(items)
         finally:
-            self._stack.space = None
+            self._stack.close()
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1)
         return self._send((notes, batch), desk, items, None, len(troubles))
 

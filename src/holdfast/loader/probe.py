@@ -17,6 +17,7 @@ from holdfast.diagnose.fitness import Bad, Measured, Repeat, Sample
 from holdfast.loader.dataloader import DataLoader
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.weigh import Repeated, Weighed, WeighedStream
+from holdfast.local.raised import shown, text_of
 from holdfast.policy import Policy
 from holdfast.shm.pack import Packer
 from holdfast.shm.place import FileSpace
@@ -66,7 +67,7 @@ def probe(
         asked=len(indices),
         samples=tuple(found),
         repeats=tuple(repeats),
-        bad=tuple({repr(bad.index): bad for bad in trial.bad}.values()),
+        bad=tuple({shown(bad.index): bad for bad in trial.bad}.values()),
         import_s=import_s,
         pickled_bytes=pickled,
         unpicklable=why_not,
@@ -113,16 +114,16 @@ class _Trial:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {text_of(error).partition(chr(10))[0]}"
 
 
 def _bad_of(loader: DataLoader[Any]) -> list[Bad]:
     """The bad samples of a loader, each with the last that was found about it."""
     report = loader.report()
-    about = {repr(incident.index): incident for incident in report.incidents}
+    about = {shown(incident.index): incident for incident in report.incidents}
     found = []
     for bad in report.bad_samples:
-        incident = about.get(repr(bad.index))
+        incident = about.get(shown(bad.index))
         if incident is None:
             found.append(Bad(bad.index, bad.error))
         else:
@@ -198,7 +199,7 @@ def pickled_size(dataset: Any) -> tuple[int | None, str]:
         Packer(spawning=True).pack(dataset, scales)
     except Exception as error:  # user code: __reduce__, __getstate__
         path = explain_unsendable(error, dataset, None, None).path
-        return None, f"dataset{path}: {type(error).__name__}: {error}"
+        return None, f"dataset{path}: {type(error).__name__}: {text_of(error)}"
     finally:
         context.set_spawning_popen(None)
     return scales.size, ""

@@ -7,8 +7,7 @@ for each task; before a retry of a sample they are put back to where they were.
 import _random
 import random
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,11 +45,10 @@ class Seeder:
     def __init__(self) -> None:
         self._own: list[int | None] = [None, None, None]
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around worker_init_fn: which generators does it touch?"""
+    def watching(self, call: Callable[[], Any]) -> None:
+        """Calls worker_init_fn: which generators does it touch?"""
         before = _prints()
-        yield
+        call()
         self._own = [after if after != was else None for was, after in zip(before, _prints(), strict=True)]
 
     def seed(self, base_seed: int, number: int) -> None:

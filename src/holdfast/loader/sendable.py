@@ -6,29 +6,34 @@ from typing import Any
 import cloudpickle
 
 from holdfast.errors import CannotSend
+from holdfast.local.raised import text_of
 
 _DEPTH = 12
 
 
 def explain_unsendable(error: BaseException, batch: Any, samples: Any, indices: Any) -> CannotSend:
     """An error that names the sample's index and the path inside it."""
-    path, culprit = _culprit(batch)
-    index = None
-    if isinstance(samples, list) and indices is not None:
-        for candidate, sample in zip(indices, samples, strict=False):
-            if not _sendable(sample):
-                index = candidate
-                path, culprit = _culprit(sample)
-                break
-    of = f"sample at index {index!r}" if index is not None else "batch"
+    try:
+        index, path, culprit, of = _found(batch, samples, indices)
+    except BaseException:  # user code again: __repr__ of a key, items() of a mapping. The error itself is what counts
+        index, path, culprit, of = None, "", batch, "batch"
     return CannotSend(
         f"the {of} holds something that cannot be sent to another process: {path or 'the whole of it'} "
         f"is a {type(culprit).__name__}\n"
-        f"    seen   pickling it raised {type(error).__name__}: {error}\n"
+        f"    seen   pickling it raised {type(error).__name__}: {text_of(error, BaseException)}\n"
         "    try    return plain data (tensors, arrays, numbers, strings) instead, or give its class __reduce__",
         index,
         path,
     )
+
+
+def _found(batch: Any, samples: Any, indices: Any) -> tuple[Any, str, Any, str]:
+    """The index of the sample, where in it, what, and the sample in words."""
+    if isinstance(samples, list) and indices is not None:
+        for candidate, sample in zip(indices, samples, strict=False):
+            if not _sendable(sample):
+                return candidate, *_culprit(sample), f"sample at index {candidate!r}"
+    return None, *_culprit(batch), "batch"
 
 
 def _sendable(value: Any) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from holdfast.local.raised import text_of
+
 _MOST = 5
 _DEPTH = 6
 _WIDTH = 100
@@ -13,13 +15,15 @@ _WIDTH = 100
 UNEQUAL = re.compile(r"stack expects each tensor to be equal size|should be of equal size|same shape", re.IGNORECASE)
 
 
-def differing(error: BaseException, samples: Any, indices: Any) -> tuple[str, ...]:
+def differing(
+    error: BaseException, samples: Any, indices: Any, catch: type[BaseException] = Exception
+) -> tuple[str, ...]:
     """The samples whose shapes are not what most have, in words; nothing where that is not the trouble."""
-    if not UNEQUAL.search(str(error)) or not isinstance(samples, list) or len(samples) < 2:
+    if not UNEQUAL.search(text_of(error, catch)) or not isinstance(samples, list) or len(samples) < 2:
         return ()
     try:
         return _differing(samples, indices)
-    except Exception:  # user code again: `shape`, `__len__`, `items`. The error itself is what counts
+    except catch:  # user code again: `shape`, `__len__`, `items`. The error itself is what counts
         return ()
 
 

@@ -8,12 +8,14 @@ A generator that raised is finished, whatever the policy: what it would have giv
 iterators may go on after an exception.
 """
 
-import inspect
 import pickle
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from types import GeneratorType
 from typing import Any
 
 import cloudpickle
@@ -33,6 +35,12 @@ from holdfast.shm.place import CODES
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
 _EDGE = 32
 _CHILDREN = 16
+_FINISHED = (
+    "The dataset's generator raised, so it is finished: what it would still have given in this worker is lost. "
+    "Catch the exception inside __iter__ to go on."
+)
+# Numbers of the same size, to look at those of which this torch can do little more than hold them.
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A dataset with state_dict is asked for it at most this often.
 SNAPSHOT_S = 1.0
 
@@ -238,18 +246,19 @@ class StreamFetcher:
             except StopIteration:
                 raise
             except self._catch as error:
-                if inspect.isgenerator(self._items):
+                if type(self._items) is GeneratorType:
                     self.ended = True
-                    error.add_note(
-                        "The dataset's generator raised, so it is finished: what it would still have given in this "
-                        "worker is lost. Catch the exception inside __iter__ to go on."
-                    )
+                    with suppress(self._catch):  # notes of the user's that are no list, attributes that cannot be set
+                        BaseException.add_note(error, _FINISHED)
                     raise Failed(error, position, None, Stage.FETCH, 1) from error
                 if self._policy.bad_sample == "skip":
-                    troubles.append(Trouble(position, None, 1, 0.0, capture(error), "skipped"))
+                    troubles.append(Trouble(position, None, 1, 0.0, capture(error, catch=self._catch), "skipped"))
                     continue
                 raise Failed(error, position, None, Stage.FETCH, 1) from error
-            self.print = fingerprint(item, self.print)
+            try:
+                self.print = fingerprint(item, self.print)
+            except self._catch:  # user code, or a kind of tensor that cannot be asked
+                self.print = zlib.crc32(type(item).__name__.encode(), self.print)
             return item
 
     def collate(self, items: Any) -> Any:
@@ -259,11 +268,14 @@ class StreamFetcher:
         try:
             return self._collate(items)
         except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None)) from error
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._catch)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
-    """A cheap hash of structure and edge bytes, added to what came before."""
+    """A cheap hash of structure and edge bytes, added to what came before.
+
+    Of a subclass of the user's the methods of the built-in class are called: its own may draw random numbers.
+    """
     crc = zlib.crc32
     if type(item) is torch.Tensor and item.dtype in CODES and is_plain(item):
         item = item.numpy()  # whose edges can be had without a copy, also of one that is transposed
@@ -273,10 +285,7 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
         so_far = crc(f"{item.dtype}{tuple(item.shape)}".encode(), so_far)
         if item.device.type != "cpu" or item.layout is not torch.strided or item.is_quantized or not item.numel():
             return so_far
-        flat = item.detach().reshape(-1)
-        edge = max(1, _EDGE // item.element_size())
-        ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
-        return crc(ends.contiguous().view(torch.uint8).numpy().tobytes(), so_far)
+        return crc(_edges(item.detach()), so_far)
     if isinstance(item, np.ndarray):
         so_far = crc(f"{item.dtype}{item.shape}".encode(), so_far)
         if item.dtype.hasobject or not item.size:
@@ -286,15 +295,27 @@ def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:
     if isinstance(item, bytes | bytearray):
         return crc(bytes(item[-_EDGE:]), crc(struct.pack("<q", len(item)), crc(bytes(item[:_EDGE]), so_far)))
     if isinstance(item, str):
-        return fingerprint(item.encode(errors="replace"), crc(b"s", so_far))
+        return fingerprint(str.encode(item, errors="replace"), crc(b"s", so_far))
     if item is None or isinstance(item, bool | int | float | complex):
-        return crc(repr(item).encode(), so_far)
+        number: Any = next((kind for kind in (int, float, complex) if isinstance(item, kind)), type(item))
+        return crc(number.__repr__(item).encode(), so_far)
     so_far = crc(type(item).__name__.encode(), so_far)
     if depth and isinstance(item, dict):
-        for key in list(item)[:_CHILDREN]:
-            so_far = fingerprint(item[key], fingerprint(key, so_far, 1), depth - 1)
+        for key, child in islice(dict.items(item), _CHILDREN):
+            so_far = fingerprint(child, fingerprint(key, so_far, 1), depth - 1)
     elif depth and isinstance(item, list | tuple):
-        so_far = crc(struct.pack("<q", len(item)), so_far)
-        for child in item[:_CHILDREN]:
+        sequence: Any = list if isinstance(item, list) else tuple
+        so_far = crc(struct.pack("<q", sequence.__len__(item)), so_far)
+        for child in islice(sequence.__iter__(item), _CHILDREN):
             so_far = fingerprint(child, so_far, depth - 1)
     return so_far
+
+
+def _edges(tensor: torch.Tensor) -> bytes:
+    """The bytes of its first and its last elements."""
+    if not (tensor.is_conj() or tensor.is_neg() or tensor.dtype in CODES):
+        tensor = tensor.view(_AS_INTEGERS[tensor.element_size()])
+    flat = tensor.reshape(-1)
+    edge = max(1, _EDGE // tensor.element_size())
+    ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
+    return ends.contiguous().view(torch.uint8).numpy().tobytes()

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.diagnose.fitness import Sample
 from holdfast.local import linux
+from holdfast.local.raised import text_of
 
 # smaps_rollup takes milliseconds: it is read with each so many samples.
 _PRIVATE_EVERY = 8
@@ -88,6 +89,8 @@ def measure(index: Any, sample: Any, seconds: float, count: int) -> Sample:
         size, shape, digest = weigh(sample)
     except Unsendable as error:
         unsendable = str(error)
+    except BaseException:  # user code again: items() of a mapping, __str__ of a key. What is sent, the loader finds out
+        shape = type(sample).__name__
     status = _status()
     pid = os.getpid()
     return Sample(
@@ -114,9 +117,12 @@ def weigh(sample: Any) -> tuple[int, str, str]:
 
 def _weigh(value: Any, digest: Any, depth: int) -> tuple[int, str]:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
-        dense = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(dense.numpy().data)
-        return dense.numel(), f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        try:
+            raw = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        except RuntimeError:  # a dtype of which this torch can do little more than hold it
+            return _as_pickled(value, digest)
+        digest.update(raw.numpy().data)
+        return raw.numel(), f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest.update(value.tobytes())
         return value.nbytes, f"{value.dtype}{list(value.shape)}"
@@ -128,10 +134,16 @@ def _weigh(value: Any, digest: Any, depth: int) -> tuple[int, str]:
         words = [part[1] for part in inner]
         text = f"{words[0]} x {len(words)}" if len(words) > 4 and len(set(words)) == 1 else ", ".join(words)
         return sum(part[0] for part in inner), f"[{text}]" if isinstance(value, list) else f"({text})"
+    return _as_pickled(value, digest)
+
+
+def _as_pickled(value: Any, digest: Any) -> tuple[int, str]:
     try:
         pickled = cloudpickle.dumps(value, 5)
     except BaseException as error:  # user code: __reduce__, __getstate__
-        raise Unsendable(f"a {type(value).__name__} ({type(error).__name__}: {error})") from error
+        raise Unsendable(
+            f"a {type(value).__name__} ({type(error).__name__}: {text_of(error, BaseException)})"
+        ) from error
     digest.update(pickled)
     return len(pickled), type(value).__name__
 

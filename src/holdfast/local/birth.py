@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from multiprocessing import forkserver, reduction, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -48,8 +47,6 @@ _LIMITS = (
 )
 
 NAME = "holdfast-keeper"
-# Letters of an exception's text, and of its traceback, where the whole of it has no room.
-_READABLE = 100_000
 
 
 class Package:
@@ -102,9 +99,7 @@ def pack_error(error: raised.Raised, space: SlotSpace) -> Reply:
     try:
         return Reply(Kind.ERROR, *Packer().pack(error, space))
     except Full:
-        brief = error.text[:_READABLE], error.traceback[-_READABLE:]
-        error = replace(error, text=brief[0], traceback=brief[1], pickled=None, parts=None)
-        return Reply(Kind.ERROR, *Packer().pack(error, space))
+        return Reply(Kind.ERROR, *Packer().pack(error.brief(), space))
 
 
 class Surroundings:

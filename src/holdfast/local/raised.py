@@ -10,13 +10,20 @@ itself: it would end the epoch silently, or the trainer with status 0. It become
 
 import pickle
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import cloudpickle
 
 from holdfast.errors import RemoteTraceback, SampleError, legible
 from holdfast.local.evidence import facts_of
 from holdfast.local.transforms import transform_in
+
+T = TypeVar("T")
+# Letters of a text, and of a traceback, that fit the smallest slot many times.
+_BRIEF = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,57 +41,102 @@ class Raised:
     transform: str = ""
     """The dataset's transform that it came out of, if it came out of one."""
 
+    def brief(self) -> "Raised":
+        """Without the exception itself, for where there is no room for it."""
+        return replace(self, text=self.text[:_BRIEF], traceback=self.traceback[-_BRIEF:], pickled=None, parts=None)
 
-def capture(error: BaseException, facts: tuple[str, ...] = ()) -> Raised:
-    """Which process: the worker, in the except clause. `facts`: what its user knows of it."""
+
+def capture(error: BaseException, facts: tuple[str, ...] = (), catch: type[BaseException] = BaseException) -> Raised:
+    """Which process: the worker, in the except clause. `facts`: what its user knows of it.
+
+    An exception is an object of the user's: whatever it is asked may raise. `catch`: what is caught then; in the
+    trainer a Ctrl-C is not.
+    """
+    none: tuple[str, ...] = ()
     return Raised(
-        type_name=type(error).__name__,
-        text=_text_of(error),
-        traceback="".join(traceback.format_exception(error)),
-        pickled=_pickled(error),
-        parts=_parts(error),
-        errno=(error.errno or 0) if isinstance(error, OSError) else 0,
-        facts=(*facts, *facts_of(error)),
-        transform=transform_in(error.__traceback__),
+        type_name=_asked(lambda: _plain(type(error).__name__), "an exception", catch),
+        text=text_of(error, catch),
+        traceback=_traceback_of(error, catch),
+        pickled=_pickled(error, catch),
+        parts=_asked(lambda: _parts(error, catch), None, catch),
+        errno=_asked(lambda: _errno_of(error), 0, catch),
+        facts=(*facts, *_asked(lambda: facts_of(error), none, catch)),
+        transform=_asked(lambda: transform_in(error.__traceback__), "", catch),
     )
 
 
-def _text_of(error: BaseException) -> str:
+def _asked(question: Callable[[], T], otherwise: T, catch: type[BaseException]) -> T:
+    """The answer; `otherwise` where user code raises on the way to it."""
     try:
-        return str(error)
-    except Exception as worse:
+        return question()
+    except catch:
+        return otherwise
+
+
+def _plain(text: str) -> str:
+    """A str and no subclass of it, which might not pickle."""
+    return "".join([text])
+
+
+def text_of(error: BaseException, catch: type[BaseException] = Exception) -> str:
+    """str(error), whatever its class makes of that."""
+    try:
+        return _plain(str(error))
+    except catch as worse:
         return f"<its __str__ raised {type(worse).__name__}>"
 
 
-def _pickled(error: BaseException) -> bytes | None:
+def shown(value: object) -> str:
+    """repr(value), whatever its class makes of that: an index may be any object."""
+    try:
+        return _plain(repr(value))
+    except Exception as worse:
+        return f"<a {type(value).__name__}, whose __repr__ raised {type(worse).__name__}>"
+
+
+def _traceback_of(error: BaseException, catch: type[BaseException]) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except catch:  # user code: properties of it, or of what it comes from
+        trace = vars(BaseException)["__traceback__"].__get__(error)
+        lines = _asked(lambda: "".join(traceback.format_tb(trace)), "", catch)
+        return f"Traceback (most recent call last):\n{lines}{type(error).__name__}: {text_of(error, catch)}\n"
+
+
+def _errno_of(error: BaseException) -> int:
+    number = error.errno if isinstance(error, OSError) else None
+    return int(number) if isinstance(number, int) else 0
+
+
+def _pickled(error: BaseException, catch: type[BaseException]) -> bytes | None:
     """The pickle, if it comes out as what went in."""
     for dumps in (pickle.dumps, cloudpickle.dumps):
         try:
             data: bytes = dumps(error)
             again = pickle.loads(data)
-        except Exception:
+        except catch:
             continue  # the next way; with none left, the parts travel
-        if type(again) is type(error) and _text_of(again) == _text_of(error):
+        if type(again) is type(error) and text_of(again, catch) == text_of(error, catch):
             return data
     return None
 
 
-def _parts(error: BaseException) -> bytes | None:
+def _parts(error: BaseException, catch: type[BaseException]) -> bytes | None:
     """Class, args and attributes, each as far as it pickles: __init__ is not called again."""
-    attributes = {k: v for k, v in vars(error).items() if _can_pickle(v)}
-    args = tuple(a if _can_pickle(a) else repr(a) for a in error.args)
+    attributes = {k: v for k, v in vars(error).items() if _can_pickle(v, catch)}
+    args = tuple(a if _can_pickle(a, catch) else _asked(partial(repr, a), type(a).__name__, catch) for a in error.args)
     try:
         data: bytes = cloudpickle.dumps((type(error), args, attributes))
         pickle.loads(data)
-    except Exception:
+    except catch:
         return None  # a class that cannot be sent; its text goes
     return data
 
 
-def _can_pickle(value: object) -> bool:
+def _can_pickle(value: object, catch: type[BaseException]) -> bool:
     try:
         cloudpickle.dumps(value)
-    except Exception:
+    except catch:
         return False
     return True
 
@@ -92,33 +144,49 @@ def _can_pickle(value: object) -> bool:
 def rebuild(raised: Raised) -> BaseException | None:
     """Which process: the trainer. The exception, or None when its class does not exist here."""
     try:
-        if raised.pickled is not None:
-            error = pickle.loads(raised.pickled)
-            return error if isinstance(error, BaseException) else None
-        if raised.parts is not None:
-            kind, args, attributes = pickle.loads(raised.parts)
-            error = kind.__new__(kind, *args)
-            error.args = args
-            error.__dict__.update(attributes)
-            return error if isinstance(error, BaseException) else None
-    except Exception:
+        return _rebuilt(raised)
+    except KeyboardInterrupt:
+        raise  # may be a Ctrl-C
+    except BaseException:
         return None  # said so in the SampleError that is raised instead
+
+
+def _rebuilt(raised: Raised) -> BaseException | None:
+    if raised.pickled is not None:
+        error = pickle.loads(raised.pickled)
+        return error if isinstance(error, BaseException) else None
+    if raised.parts is not None:
+        kind, args, attributes = pickle.loads(raised.parts)
+        error = kind.__new__(kind, *args)
+        error.args = args
+        error.__dict__.update(attributes)
+        return error if isinstance(error, BaseException) else None
     return None
+
+
+def told(error: BaseException, note: str, cause: RemoteTraceback) -> BaseException:
+    """The exception, with what the trainer knows of it. Its class has no say in that: it may have attributes that
+    cannot be set, or notes that are no list; the note then stands before the traceback.
+    """
+    note = legible(note)
+    try:
+        BaseException.add_note(error, note)
+    except Exception:
+        cause = RemoteTraceback(f"{note}\n{cause}")
+    vars(BaseException)["__cause__"].__set__(error, cause)
+    return error
 
 
 def to_raise(raised: Raised, where: str, index: object, worker: int) -> BaseException:
     """The exception to raise in the trainer; `where` tells sample, stage and worker."""
     error = rebuild(raised)
     cause = RemoteTraceback(raised.traceback)
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        error.add_note(legible(where))
-        error.__cause__ = cause
-        return error
-    why = (
-        "it would end the epoch, or the program, without a word if it were raised as itself"
-        if error is not None
-        else "its class cannot be sent to the trainer"
-    )
+    if error is None:
+        why = "its class cannot be sent to the trainer"
+    elif not issubclass(type(error), Exception) or issubclass(type(error), StopIteration | StopAsyncIteration):
+        why = "it would end the epoch, or the program, without a word if it were raised as itself"
+    else:
+        return told(error, where, cause)
     wrapped = SampleError(
         f"{where} raised {raised.type_name}: {raised.text}\n  ({why})\n{raised.traceback}",
         index,

@@ -272,13 +272,37 @@ def _elsewhere(letter: memoryview) -> memoryview:
         return memoryview(file.read())
 
 
-def error_reply(packer: Packer, failure: object, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
+class Failing(Protocol):
+    """How a task failed."""
+
+    def brief(self) -> object:
+        """What always finds room in a slot, and always pickles."""
+
+
+def error_reply(packer: Packer, failure: Failing, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
     """A task ends in this: in the slot, or in a file of its own if that is too small."""
     try:
         return Reply(Kind.ERROR, *packer.pack(failure, space), bad, mark=mark)
     except Full:
+        reply = _error_in_file(packer, failure)
+    except BaseException:  # user code: an index that pickles no more
+        reply = None
+    if reply is None:
+        space.clear()
+        reply = Reply(Kind.ERROR, *packer.pack(failure.brief(), space))
+    return reply._replace(bad=bad, mark=mark)
+
+
+def _error_in_file(packer: Packer, failure: Failing) -> Reply | None:
+    """None where the system refuses the file."""
+    fd = -1
+    try:
         fd = new_file("error", 0)
-        return Reply(Kind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), bad, fd, mark)
+        return Reply(Kind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), file=fd)
+    except OSError:
+        if fd >= 0:
+            os.close(fd)
+        return None
 
 
 def _mind_forks() -> None:

@@ -6,9 +6,9 @@ import pickle
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -37,6 +37,10 @@ class Failure:
     attempts: int
     unopened: bool = False
     unknown: bool = False
+
+    def brief(self) -> "Failure":
+        """What always finds room."""
+        return replace(self, raised=self.raised.brief())
 
 
 class PoolJob:
@@ -135,7 +139,7 @@ class PoolJob:
     def _item_again(self, head: Head, payload: memoryview, position: int, error: BaseException) -> tuple[Any, int]:
         """An item has raised: its result after all, and how many retries it took; or a Failure, and -1."""
         attempt = 1
-        while isinstance(error, self._retry_on) and attempt < head.attempts:
+        while issubclass(type(error), self._retry_on) and attempt < head.attempts:
             self._rest(attempt)
             attempt += 1
             self._pulse.enter(Stage.FETCH, position)
@@ -153,12 +157,11 @@ class PoolJob:
         except BaseException as error:  # user code: __setstate__, modules that are imported
             return _unopened(error, head, attempt), False
         try:
-            with _limited(head.memory):
-                result = fn(*args, **kwargs)
+            result = _limited(head.memory, partial(fn, *args, **kwargs)) if head.memory else fn(*args, **kwargs)
         except BaseException as error:  # user code
             facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
-            facts = facts if isinstance(error, MemoryError) else ()
-            return Failure(capture(error, facts), Stage.FETCH, attempt), isinstance(error, self._retry_on)
+            facts = facts if issubclass(type(error), MemoryError) else ()
+            return Failure(capture(error, facts), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
         fd = -1
@@ -178,19 +181,16 @@ class PoolJob:
 
 
 def _unopened(error: BaseException, head: Head, attempt: int) -> Failure:
-    unknown = isinstance(error, AttributeError) and "_main__'" in str(error) and not head.by_value
-    return Failure(capture(error), Stage.BOOT, attempt, True, unknown)
+    captured = capture(error)
+    unknown = issubclass(type(error), AttributeError) and "_main__'" in captured.text and not head.by_value
+    return Failure(captured, Stage.BOOT, attempt, True, unknown)
 
 
-@contextmanager
-def _limited(size: int) -> Iterator[None]:
-    """An allocation fails once the process has `size` bytes more than now; 0: no limit of its own."""
-    if not size:
-        yield
-        return
+def _limited(size: int, call: Callable[[], Any]) -> Any:
+    """An allocation fails once the process has `size` bytes more than now."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limits.limit_growth(size)
     try:
-        yield
+        return call()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

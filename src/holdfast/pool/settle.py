@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from holdfast.core.messages import Cause, Lost
@@ -79,7 +80,8 @@ class Settler:
         if call.items > 1:
             self._halve(call)
             return
-        error.add_note(f"while task {call.number} ({call.name}) was being pickled for a worker")
+        with suppress(Exception):  # notes of the user's that are no list, attributes that cannot be set
+            BaseException.add_note(error, f"while task {call.number} ({call.name}) was being pickled for a worker")
         self.done(call, None, error)
 
     def _failure(self, call: Call, failure: Failure, worker: int) -> BaseException:

@@ -9,8 +9,8 @@ from holdfast.core.messages import Cause, Exited, Lost, Note, Stop
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import Record, incident_of, where
 from holdfast.diagnose.voice import Voice
-from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout, legible
-from holdfast.local.raised import Raised, rebuild, to_raise
+from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout
+from holdfast.local.raised import Raised, rebuild, text_of, to_raise, told
 from holdfast.policy import Policy
 from holdfast.pool.call import Call
 from holdfast.pool.job import Failure
@@ -87,16 +87,14 @@ class Teller(Voice):
         self.record.counts["retries"] += failure.attempts - 1
         if failure.unopened:
             return self._unopened(call, worker, failure.raised)
-        told = f"in worker {worker} (pid {pid}) {where(case)}"
+        said = f"in worker {worker} (pid {pid}) {where(case)}"
         if incident.finding != "task-raised":  # which says no more than the exception does
-            told += f"\n  {incident.finding}: {incident.says}"
+            said += f"\n  {incident.finding}: {incident.says}"
         error = rebuild(failure.raised)
         if error is None:
-            return to_raise(failure.raised, told, None, worker)
+            return to_raise(failure.raised, said, None, worker)
         # As itself whatever it is: it ends nothing before somebody asks the future for it.
-        error.add_note(legible(told))
-        error.__cause__ = RemoteTraceback(failure.raised.traceback)
-        return error
+        return told(error, said, RemoteTraceback(failure.raised.traceback))
 
     def _unopened(self, call: Call, worker: int, raised: Raised) -> TaskLost:
         error = TaskLost(
@@ -115,7 +113,7 @@ class Teller(Voice):
         """The result came, and unpickling it raised."""
         error = TaskLost(
             f"the result of task {call.number} ({call.name}) was lost: unpickling it here raised "
-            f"{type(cause).__name__}: {cause}\n"
+            f"{type(cause).__name__}: {text_of(cause, BaseException)}\n"
             "    did    nothing more: the task itself had ended well\n"
             "    try    pickle.loads(pickle.dumps(result)) on what the function returns",
             call.number,

@@ -269,9 +269,30 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     return PyBool_FromLong(fits);
 }
 
+/* same(tensor, other): True when both are dense, of one dtype and shape, over the same memory, and nobody wants a
+   gradient of the first. Tensors must be known, see `learn`. */
+static PyObject *same(PyObject *module, PyObject *const *tensors, Py_ssize_t count) {
+    Description one, other;
+    if (count != 2 || Py_TYPE(tensors[0]) != tensor_type || Py_TYPE(tensors[1]) != tensor_type) Py_RETURN_FALSE;
+    if (describe(tensors[0], &one) < 0 || describe(tensors[1], &other) < 0) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    if (one.data + one.offset != other.data + other.offset || one.device != other.device) Py_RETURN_FALSE;
+    if (one.kind != other.kind || one.bits != other.bits || one.lanes != other.lanes) Py_RETURN_FALSE;
+    if (one.dimensions != other.dimensions || !is_dense(&one) || !is_dense(&other)) Py_RETURN_FALSE;
+    for (int d = 0; d < one.dimensions; d++)
+        if (one.shape[d] != other.shape[d]) Py_RETURN_FALSE;
+    PyObject *wanted = PyObject_GetAttr(tensors[0], requires_grad);
+    Py_XDECREF(wanted); /* True and False live for ever */
+    PyErr_Clear();
+    return PyBool_FromLong(wanted == Py_False);
+}
+
 static PyMethodDef methods[] = {
     {"copy_all", copy_all, METH_VARARGS, "copy_all(to, size, sources, by_two): see above it."},
     {"learn", learn, METH_O, "learn(type): see above it."},
+    {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "same(tensor, other): see above it."},
     {"stack", stack, METH_VARARGS, "stack(out, samples, past): see above it."},
     {NULL, NULL, 0, NULL},
 };

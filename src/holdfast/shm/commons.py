@@ -50,8 +50,6 @@ _NAME = "/memfd:holdfast-"
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
 # A full barrier of the caller, and of processes that have registered for it: none. (Linux 4.16)
 _GLOBAL_EXPEDITED = 2
-# Gigabytes that all workers share are no part of a crashed one's core dump.
-_MADV_DONTDUMP = 16
 # What an address says when its process, or its descriptor there, is not (or no longer) on this machine.
 _ELSEWHERE = (errno.ENOENT, errno.ESRCH, errno.ENOTDIR, errno.ENXIO, errno.EINVAL)
 
@@ -145,7 +143,6 @@ class Commons:
         self._fd = fd
         self._inode = os.fstat(fd).st_ino
         self._memory = memory
-        _LIBC.madvise(ctypes.c_void_p(memory.address), ctypes.c_size_t(memory.size), _MADV_DONTDUMP)
         self._token = token
         self._seats = memory.view[_SEATS_AT:BODY].cast("q")
         self.body = memory.view[BODY:]

@@ -4,7 +4,7 @@ A file of `memfd_create` has no name: nothing in /dev/shm, nothing to leave behi
 machine's memory, since only touched pages cost anything. Mapped through libc and not by `mmap.mmap`, which keeps a
 descriptor per mapping open; here the descriptor may be closed as soon as both sides have mapped the file.
 
-The mapping lives as long as the `Memory` object: whoever looks into it must hold on to that.
+The mapping lives as long as the `Memory` object: whoever looks into it must hold on to that. No core dump has it.
 """
 
 import ctypes
@@ -17,6 +17,8 @@ _MAP_PRIVATE = 0x02
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
+# A core dump would read every hole of a sparse file, and so make pages of gigabytes that nobody has touched.
+_MADV_DONTDUMP = 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -59,6 +61,7 @@ class Memory:
         if address == _MAP_FAILED or address is None:
             number = ctypes.get_errno()
             raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+        _LIBC.madvise(address, size, _MADV_DONTDUMP)
         self.address: int = address
         self.size = size
         self.view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")

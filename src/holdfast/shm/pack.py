@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from holdfast.shm.place import CODES, TWINS, AnySpace
+from holdfast.shm.place import CODES, TWINS, AnySpace, Placed, is_same
 
 # Leaves below this are copied out of the slot.
 SMALL = 256 << 10
@@ -77,6 +77,27 @@ def _storage(raw: Any, dtype: torch.dtype | None) -> object:
     if dtype is None:
         return untyped
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _rebuilt(
+    storage: torch.UntypedStorage, at: int, shape: Any, strides: Any, wants_gradient: bool, *rest: Any
+) -> torch.Tensor:
+    """Torch writes the untyped storage of a newer dtype (float8, uint16, ...), and reads a typed one; and it cannot put
+    memory into a tensor that wants its gradient.
+    """
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
+    made = torch._utils._rebuild_tensor_v3(typed, at, shape, strides, False, *rest)  # type: ignore[no-untyped-call]
+    return made.requires_grad_(wants_gradient)  # type: ignore[no-any-return]
+
+
+def _as_torch_reduces(tensor: torch.Tensor) -> Any:
+    """One that is not plain: it wants a gradient, is marked, or has attributes."""
+    function, parts = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if function is torch._utils._rebuild_tensor_v3:
+        return _rebuilt, parts
+    if parts[0] is torch._utils._rebuild_tensor_v3:  # with attributes
+        return function, (_rebuilt, *parts[1:])
+    return function, parts
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
@@ -164,7 +185,7 @@ class Packer:
         Raises `Full`, or whatever pickling the batch raises.
         """
         self._space = space
-        placed = space.placed.get(id(batch[1])) if _is_clean(batch) else None
+        placed = self._where(batch[1]) if _is_clean(batch) else None
         if placed is not None and placed.alone is not None:
             return space.put(memoryview(placed.alone)), 1, len(placed.alone) - 16
         flat = self._flattened(batch)
@@ -174,6 +195,13 @@ class Packer:
         if placed is not None and flat is not None:
             placed.alone = written
         return space.put(memoryview(written)), len(table) // 2, len(spec)
+
+    def _where(self, leaf: Any) -> Placed | None:
+        """Where a leaf lies that is in the slot already, and is still what it was when it was put there."""
+        placed = self._space.placed.get(id(leaf))
+        if placed is None or is_same(leaf, placed.twin):
+            return placed
+        return self._space.forget(leaf)
 
     def _pickle(self, batch: object) -> bytes:
         try:
@@ -198,11 +226,10 @@ class Packer:
                 return None
         else:
             leaves = content
-        placed = self._space.placed
         shapes = []
         table: list[int] = []
         for leaf in leaves:
-            there = placed.get(id(leaf))
+            there = self._where(leaf)
             if there is not None:
                 shape, offset, size = there.shape, there.offset, there.size
             elif type(leaf) is torch.Tensor and is_plain(leaf) and leaf.is_contiguous() and leaf.dtype in CODES:
@@ -238,7 +265,7 @@ class Packer:
             self._table += (self._space.put(raw), raw.nbytes)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        placed = self._space.placed.get(id(tensor))
+        placed = self._where(tensor)
         if placed is not None:
             self._table += (placed.offset, placed.size)
             return _tensor, (_IN_PLACE, placed.shape[0], placed.shape[1:])
@@ -249,7 +276,7 @@ class Packer:
             parts = _parts_of_sparse(tensor.detach())
             return _sparse, (tensor.layout, parts, tuple(tensor.shape), coalesced, tensor.requires_grad)
         if not is_plain(tensor):
-            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return _as_torch_reduces(tensor)
         shape = tuple(tensor.shape)
         code = CODES.get(tensor.dtype)
         if code is None:

@@ -6,6 +6,7 @@ the slot is: making it costs more than a small batch does.
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +14,21 @@ import numpy as np
 import torch
 
 try:
-    from holdfast.shm._stream import copy_all, learn, stack
+    from holdfast.shm._stream import copy_all, learn, same, stack
 
     if not learn(torch.Tensor):  # an older torch
         stack = None  # type: ignore[assignment]
 except ImportError:  # built without a compiler: torch and numpy copy instead
     copy_all = stack = None  # type: ignore[assignment]
+
+
+def _same(tensor: torch.Tensor, twin: torch.Tensor) -> bool:
+    """What the compiled one says."""
+    return tensor.dtype is twin.dtype and tensor.is_set_to(twin) and not tensor.requires_grad
+
+
+# Whether a tensor is still what it was when its twin was made: dtype, shape, order, memory, and no gradient is wanted.
+is_same: Callable[[torch.Tensor, torch.Tensor], bool] = _same if stack is None else same
 
 ALIGN = 64
 # Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
@@ -56,12 +66,14 @@ class Full(Exception):
 class Placed:
     """A tensor that lies in the slot already. `shape` begins with the code of its dtype.
 
-    `alone`: what is written behind it where it is the whole batch; whoever packs that finds out the first time.
+    `twin`: another tensor over the same memory, that nobody else has. `alone`: what is written behind it where it is
+    the whole batch; whoever packs that finds out the first time.
     """
 
     shape: tuple[int, ...]
     offset: int
     size: int
+    twin: torch.Tensor
     alone: bytes | None = None
 
 
@@ -123,10 +135,17 @@ class SlotSpace:
         if made is None:
             tensor = torch.from_numpy(np.ndarray(shape, twin, self.view[start : self.end]))
             past = _past(size, shape[0], self.by_two)
-            made = self._made[start, dtype, shape] = Made(tensor, Placed((CODES[dtype], *shape), start, size), past)
+            placed = Placed((CODES[dtype], *shape), start, size, tensor.detach())
+            made = self._made[start, dtype, shape] = Made(tensor, placed, past)
         self._last[start] = made
         self.placed[id(made.tensor)] = made.placed
         return made.tensor
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Somebody has changed what it is: it shall not be used again, and is packed like any other."""
+        del self.placed[id(tensor)]
+        self._made = {place: made for place, made in self._made.items() if made.tensor is not tensor}
+        self._last = {start: made for start, made in self._last.items() if made.tensor is not tensor}
 
     def stacked(self, samples: list[Any] | tuple[Any, ...]) -> torch.Tensor | None:
         """They, side by side, if they are like those that were put there the last time; None where they are not.
@@ -149,7 +168,10 @@ class FileSpace:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.size = 0
-        self.placed: dict[int, Placed] = {}
+        self.placed: dict[int, Placed] = {}  # nothing, ever
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """There is none."""
 
     def put(self, raw: memoryview) -> int:
         start = -(-self.size // ALIGN) * ALIGN
