@@ -249,10 +249,10 @@ def test_a_stream_that_made_more_batches_than_came_is_noticed(monkeypatch):
     """At its end the worker's own count is compared."""
     take = StreamFetcher.take
 
-    def takes_two(self, *args):
+    def takes_two(self, *args, **named):
         if self.number == 3:
-            take(self, *args)
-        return take(self, *args)
+            take(self, *args, **named)
+        return take(self, *args, **named)
 
     monkeypatch.setattr(StreamFetcher, "take", takes_two)
     monkeypatch.setattr(StreamFetcher, "prepare", lambda self, number: self._seed(number))
