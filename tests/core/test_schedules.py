@@ -8,6 +8,7 @@ ends exactly once and in turn, nobody is blamed who had not begun, and the story
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -248,4 +249,5 @@ Schedules.TestCase.settings = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-TestSchedules = Schedules.TestCase
+# It takes 45 s of one processor, and on a busy machine gets a third of that.
+TestSchedules = pytest.mark.timeout(600)(Schedules.TestCase)
