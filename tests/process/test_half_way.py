@@ -1,13 +1,14 @@
 """A start that fails half-way, or is interrupted, ends and closes all that it had begun; the next one works."""
 
 import errno
+import gc
+import linecache
 import os
-import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import holdfast
 from holdfast import launch
 from holdfast.launch import group
 from tests import conftest
+from tests.conftest import free_descriptors
 
 from . import ranks
 
@@ -41,23 +43,6 @@ def double(x):
     return 2 * x
 
 
-@contextmanager
-def free_descriptors(count):
-    """This process can open so many more, and no others."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    top = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    fillers = [os.open("/dev/null", os.O_RDONLY)]
-    while fillers[-1] < top:
-        fillers.append(os.open("/dev/null", os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + count, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in fillers:
-            os.close(fd)
-
-
 def there():
     """Processes, descriptors, mappings and threads of this process."""
     return conftest.children(), set(conftest.descriptors().items()), conftest.mappings(), set(threading.enumerate())
@@ -72,6 +57,7 @@ def left_since(before):
         if not any(left) or time.monotonic() > deadline:
             return [what for what in left if what]
         time.sleep(0.01)
+        gc.collect()
 
 
 def errors_until_it_works(start):
@@ -145,21 +131,20 @@ def test_a_pool_that_gets_too_few_descriptors_says_emfile_leaves_nothing_and_is_
     say_emfile(errors_until_it_works(work))
 
 
-def test_a_worker_that_gets_no_descriptors_later_leaves_fewer_workers(caplog):
+def test_a_worker_that_gets_no_descriptors_later_leaves_fewer_workers():
     """The others do its work; the incident names EMFILE."""
-    loader = holdfast.DataLoader(Numbers(), batch_size=1, num_workers=2, multiprocessing_context="fork")
+    numbers = list(range(40))
+    loader = holdfast.DataLoader(numbers, batch_size=1, num_workers=2, multiprocessing_context="fork")
     batches = iter(loader)
-    first = next(batches)
-    dead, living = batches._workers
-    assert living.is_alive()
+    got = [next(batches).item()]
+    dead, _ = (worker.pid for worker in batches._workers)  # (it waits until they are there)
     with free_descriptors(0):
-        os.kill(dead.pid, signal.SIGKILL)
-        rest = [batch.item() for batch in batches]
-    assert [first.item(), *rest] == list(range(6))
-    del batches
-    findings = [incident.finding for incident in loader.incidents]
-    assert "cannot-start-process" in findings
-    assert any("EMFILE" in incident.headline for incident in loader.incidents)
+        os.kill(dead, signal.SIGKILL)
+        got += [batch.item() for batch in batches]
+    assert got == numbers
+    refused = [incident for incident in loader.incidents if incident.finding == "descriptors-exhausted"]
+    assert refused, [incident.headline for incident in loader.incidents]
+    assert "EMFILE" in str(loader.report())
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", *(["spawn"] if os.environ.get("HOLDFAST_SLOW") else [])])
@@ -175,7 +160,7 @@ def test_a_dataset_that_cannot_be_sent_leaves_nothing():
     loader = holdfast.DataLoader(numbers, num_workers=2, multiprocessing_context="forkserver")
     before = there()
     for _ in range(3):
-        with pytest.raises(holdfast.CannotSend):
+        with pytest.raises(TypeError, match="pickle"):
             iter(loader)
     assert not left_since(before)
 
@@ -219,33 +204,112 @@ class Tracer:
                 raise Interrupted
         return self
 
-    def run(self, what):
-        sys.settrace(self)
-        try:
-            what()
-        finally:
-            sys.settrace(None)
 
-
-def start_and_stop(folder=None):
-    """All lines of a start that comes to its end; the caller ends the ranks."""
-    holdfast.spawn(ranks.wait_for_ever, (folder,), 2, join=False, start_method="fork").stop()
-
-
-def places(monkeypatch):
-    monkeypatch.setattr(group, "LAST_CALL_S", 0.01)
+def lines_of_a_start():
+    """(file, line) -> how often a start that comes to its end passes it."""
     tracer = Tracer()
-    tracer.run(start_and_stop)
-    return tracer.seen
+    assert not interrupted(tracer)
+    # A trace may raise between the end of a `with` block and the release of its lock; no signal handler runs there.
+    return {where: passed for where, passed in tracer.seen.items() if "with " not in linecache.getline(*where)}
 
 
+def interrupted(tracer):
+    """True when the start of two ranks was; otherwise they are ended here."""
+    sys.settrace(tracer)
+    try:
+        context = holdfast.spawn(ranks.wait_for_ever, (), 2, join=False, start_method="fork")
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(None)
+    context.stop()
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a socket object, which closes itself
 def test_an_interrupt_at_any_line_of_the_start_ends_all_ranks(monkeypatch):
-    """Whatever line of ours it falls on, and whichever rank is being started: no process, no descriptor, no thread."""
-    seen = places(monkeypatch)
-    assert len(seen) > 100
-    for (name, line), passed in seen.items():
+    """Whatever line of ours it falls on, where most has been begun: no process, no descriptor, no thread is left."""
+    monkeypatch.setattr(group, "LAST_CALL_S", 0.01)
+    lines = lines_of_a_start()
+    missed = 0
+    for (name, line), passed in lines.items():
         before = there()
-        with pytest.raises(Interrupted):
-            Tracer((name, line, passed)).run(lambda: holdfast.spawn(ranks.wait_for_ever, (), 2, start_method="fork"))
+        missed += not interrupted(Tracer((name, line, passed)))  # how often a rank is looked at is chance
         left = left_since(before)
         assert not left, f"interrupted at {name}:{line}: {left}"
+    assert len(lines) > 100 and missed < 10
+
+
+TRAINER = """
+import multiprocessing, os, signal, threading, time
+import holdfast
+from holdfast.launch import group
+from tests import conftest
+from tests.conftest import free_descriptors
+from tests.process import ranks
+
+group.LAST_CALL_S = 0.01
+FORKED = dict(nprocs=2, start_method="fork")
+armed = False
+
+def interrupt(number, frame):
+    if armed:
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+began = time.monotonic()
+holdfast.spawn(ranks.wait_for_ever, join=False, **FORKED).stop()
+took = time.monotonic() - began
+for moment in range(50):
+    timer = threading.Timer(took * moment / 40, os.kill, (os.getpid(), signal.SIGINT))
+    armed = True
+    try:
+        timer.start()
+        holdfast.spawn(ranks.wait_for_ever, **FORKED)
+    except KeyboardInterrupt:
+        armed = False
+    timer.join()
+    deadline = time.monotonic() + 10
+    while conftest.children() or threading.active_count() > 1:
+        assert time.monotonic() < deadline, (moment, conftest.children(), threading.enumerate())
+        multiprocessing.active_children()  # it reaps
+        time.sleep(0.01)
+print("ended all ranks, whenever it came")
+"""
+
+
+def test_a_ctrl_c_at_any_moment_of_the_start_ends_all_ranks():
+    """50 moments, from the beginning of the call until a while after the ranks are up. A process of its own: of what
+    the standard library has begun at that moment, it may leave a pipe open.
+    """
+    ran = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, timeout=100, check=False)
+    assert "ended all ranks, whenever it came" in ran.stdout, ran.stderr[-4000:]
+
+
+HOOKED = """
+import os, signal, time
+import holdfast
+from tests import conftest
+from tests.process import ranks
+trainer = os.getpid()
+def interrupt():
+    os.kill(trainer, signal.SIGINT)
+    for _ in range(1000):
+        pass  # its handler runs here
+os.register_at_fork(after_in_parent=interrupt)
+try:
+    holdfast.spawn(ranks.wait_for_ever, nprocs=2, start_method="fork")
+except KeyboardInterrupt:
+    print("interrupted", conftest.children())
+"""
+
+
+def test_a_ctrl_c_in_a_hook_at_the_fork_is_not_lost():
+    """Python prints and forgets what is raised there; the trainer would wait for its ranks for ever."""
+    command = [sys.executable, "-c", HOOKED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert out == "interrupted set()\n", err[-4000:]

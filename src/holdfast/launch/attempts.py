@@ -67,11 +67,11 @@ class Ranks(ProcessContext):
         self.attempt = 1
         for worry in too_many(nprocs, self._machine, start_method, resident_bytes(os.getpid())):
             log.warning("%s", worry)
-        self._thread = threading.Thread(target=self._run, name="holdfast-launch", daemon=True)
 
     def begin(self) -> None:
         """Start them all. Whoever calls it calls `end` if it raises, whatever that is."""
         self._start()
+        self._thread = threading.Thread(target=self._run, name="holdfast-launch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:

@@ -10,9 +10,11 @@ import io
 import os
 import select
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess, set_spawning_popen
 from multiprocessing.popen_forkserver import _DupFd as ServerDupFd
@@ -42,6 +44,7 @@ class _Reaped(popen_fork.Popen):
     _ended = False
     _lock: threading.Lock
     pidfd: int | None = None
+    finalizer: Any = None
 
     def __init__(self, process: BaseProcess) -> None:
         self._lock = threading.Lock()  # several threads may ask at once
@@ -50,18 +53,23 @@ class _Reaped(popen_fork.Popen):
         try:
             super().__init__(process)
             self.pidfd = linux.open_pidfd(self.pid)
-            if self.pidfd is not None:
-                self._fds.append(self.pidfd)
+            self._keep_pidfd()
         except BaseException:
             self._undo()
             raise
 
     def _launch(self, process: BaseProcess) -> None:
         linux.need_descriptors(FORKING)
-        super()._launch(process)  # type: ignore[misc]
+        with _interrupts_kept():
+            super()._launch(process)  # type: ignore[misc]
+
+    def _keep_pidfd(self) -> None:
+        if self.pidfd is not None and self.pidfd not in self._fds:
+            self._fds.append(self.pidfd)
 
     def _undo(self) -> None:
         """Nobody will know of this process. One that has not got its text yet ends when its pipe is closed."""
+        self._keep_pidfd()
         try:
             if self.pid:
                 self.kill()
@@ -122,6 +130,30 @@ def _described(process: BaseProcess, popen: Any) -> memoryview:
     finally:
         set_spawning_popen(None)
     return file.getbuffer()
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Python prints and forgets what is raised in its hooks at a fork, and a Ctrl-C may be raised there, as anywhere.
+    It is raised after the fork.
+    """
+    lost: list[BaseException] = []
+    owner, before = os.getpid(), sys.unraisablehook
+
+    def keep(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if os.getpid() == owner and error is not None and not isinstance(error, Exception):
+            lost.append(error)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    if lost:
+        raise lost[0]
 
 
 def _close_all(fds: list[int]) -> None:

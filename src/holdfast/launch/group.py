@@ -231,16 +231,19 @@ class Group:
     # The end -------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Not all could be started, or they cannot be watched: those that were are killed. Nothing once it is closed."""
+        """Not all could be started, or they cannot be watched: those that were are killed. May be called again."""
         if not self._bell:
             return
         try:
-            processes = [*(rank.process for rank in self.ranks), self._starting]
+            processes = {self._starting, *(rank.process for rank in self.ranks)}
             begun = [process for process in processes if process is not None and process._popen is not None]
             for process in begun:
                 process.kill()
             for process in begun:
                 process.join(KILLED_S)
+                if process.exitcode is not None:
+                    process.close()
+            self.ranks.clear()
         finally:
             self.close()
             self.output.finish()
