@@ -92,7 +92,11 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._owner = os.getpid()
         forks.watch(self)
         self._open_host(loader)
-        self._reset(loader, first_iter=True)
+        try:
+            self._reset(loader, first_iter=True)
+        except BaseException:
+            self._shutdown_workers()
+            raise
 
     def _open_host(self, loader: Any) -> None:
         """New processes, and what knows of them. Nothing of a host that is closed is used again."""

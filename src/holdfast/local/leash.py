@@ -45,23 +45,27 @@ class Leash:
         self.due = float("inf")  # when it must have come up
 
     def launch(self, orders: Callable[[socket.socket], Orders]) -> None:
-        """A new keeper. `orders`: given its end of the socket."""
+        """A new keeper. `orders`: given its end of the socket. If it cannot be had, nothing of it is left."""
         self._ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control, theirs = self._ends
-        self.control.setblocking(False)
-        self.lost = False
-        with theirs:
-            if self._fork:
-                self._forking = threading.get_ident()
-                try:
-                    self.pid = birth.fork_keeper(orders(theirs), self._job)
-                finally:
-                    self._forking = 0
-                self.due = time.monotonic() + READY_S
-            else:
-                self._process = birth.spawn_keeper(orders(theirs), self._job)
-                self.pid = self._process.pid or 0
-                self.due = float("inf")
+        try:
+            self.control.setblocking(False)
+            self.lost = False
+            with theirs:
+                if self._fork:
+                    self._forking = threading.get_ident()
+                    try:
+                        self.pid = birth.fork_keeper(orders(theirs), self._job)
+                    finally:
+                        self._forking = 0
+                    self.due = time.monotonic() + READY_S
+                else:
+                    self._process = birth.spawn_keeper(orders(theirs), self._job)
+                    self.pid = self._process.pid or 0
+                    self.due = float("inf")
+        except BaseException:
+            self.end(0.0)
+            raise
 
     def close_in_child(self) -> bool:
         """In a forked child: it has no keeper. True in the keeper itself, which has its end of the socket."""

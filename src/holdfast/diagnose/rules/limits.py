@@ -20,7 +20,7 @@ def cannot_fork(case: Case) -> Finding | None:
             "descriptors-exhausted",
             f"a worker could not have its descriptors: {what}",
             evidence.limits,
-            "a higher limit (`ulimit -n`, docker run --ulimit nofile=65536:65536), or fewer workers",
+            "a higher limit (`ulimit -n`, docker run --ulimit nofile=65536:65536), or fewer workers and open files",
         )
     return Finding(
         "cannot-start-process",
