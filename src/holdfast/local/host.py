@@ -73,8 +73,7 @@ class LocalHost:
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
         bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
-        sent and not begun may be wanted back; that is one descriptor more per worker. `fixed`: no worker can do the
-        work of another. `enough`: slots of a worker, see shm/desk.py.
+        sent and not begun may be wanted back. `fixed`: no worker can do the work of another. `enough`: slots of a worker, see shm/desk.py.
         """
         self._fixed = fixed
         self._enough = enough
@@ -121,9 +120,8 @@ class LocalHost:
             self._leash.launch(self._orders)
             opened.callback(self._leash.end, 0.0)
             self._vigil.begin(self._leash.control.fileno())
-            stays = STAYING + self._takes_back
             others = workers - 1 if self._fixed else 0  # all of them must begin, or none can
-            linux.need_descriptors(BEGINNING + self._takes_back + others * stays)
+            linux.need_descriptors(BEGINNING + others * STAYING)
         except OSError as error:
             error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error))))
             raise

@@ -25,8 +25,7 @@ from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Gate, Slots, stride_fo
 
 # How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
 START_S = 10.0
-# Descriptors that are open in the trainer while a life begins, and those that stay; one more each, see `begin_life`,
-# with `take_back`.
+# Descriptors that are open in the trainer while a life begins, and those that stay.
 BEGINNING, STAYING = 4, 1
 _NO_JOURNAL = (b"", 0)
 
@@ -89,13 +88,12 @@ class Parcel(NamedTuple):
 class Lifeline:
     """The trainer's ends of one life."""
 
-    def __init__(self, life: int, tasks: int, unread: int, slots: Slots, journals: Journals) -> None:
-        """`unread`: the other end of the pipe of tasks, or -1; what the worker has not read can be taken back there."""
+    def __init__(self, life: int, tasks: int, takes_back: bool, slots: Slots, journals: Journals) -> None:
+        """`takes_back`: what the worker has not read of the pipe of tasks can be read there, and so be taken back."""
         self.life = life
         self.tasks = tasks
         self._journals = journals
-        self._takes_back = unread >= 0
-        self._unread = unread
+        self._takes_back = takes_back
         self.slots = slots
         self.boxes: dict[int, int] = {}  # task -> its letter box
         self._large: dict[int, int] = {}  # task -> the file of a letter that no box can hold
@@ -179,10 +177,9 @@ class Lifeline:
 
     def hang_up(self) -> None:
         """No more tasks: the worker leaves when it has done what it was sent."""
-        ends, self.tasks, self._unread = (self.tasks, self._unread), -1, -1  # first: a forked child closes them, too
-        for fd in ends:
-            if fd >= 0:
-                os.close(fd)
+        tasks, self.tasks = self.tasks, -1  # first: a forked child closes it, too
+        if tasks >= 0:
+            os.close(tasks)
 
     def end(self) -> None:
         """The worker is gone, or not ours."""
@@ -220,7 +217,7 @@ class Lifeline:
     def _take_unread(self, most: int) -> list[tuple[int, ...]]:
         """TASK records that the worker has not read. A read takes a record or leaves it: one of us has it."""
         try:
-            data = os.read(self._unread, TASK.size * most) if self._unread >= 0 else b""
+            data = os.read(self.tasks, TASK.size * most) if self._takes_back and self.tasks >= 0 else b""
         except BlockingIOError:
             return []
         return list(TASK.iter_unpack(data))
@@ -233,22 +230,22 @@ def begin_life(
     # What the trainer has in hand while it sends the next tasks: one batch, or all of an epoch that was left.
     slots, boxes = 2 * busy + 1 + KEEPABLE, busy
     with ExitStack() as undo:
-        tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
+        tasks_r, tasks = os.pipe2(os.O_CLOEXEC)
         undo.callback(os.close, tasks_r)
-        undo.callback(os.close, tasks_w)
+        undo.callback(os.close, tasks)
+        if take_back:
+            # Both ends in one. A description of its own: the worker's end must go on blocking.
+            both = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDWR | os.O_CLOEXEC)
+            os.dup2(both, tasks, inheritable=False)
+            os.close(both)
+        os.set_blocking(tasks, False)
         fd, memory, stride = sparse_file(strides_for(slots, boxes))
         undo.callback(os.close, fd)
         crash = new_file("crash", 0)
         undo.callback(os.close, crash)
         space = Slots(memory, stride, slots, boxes, gate)
         forks.watch_slots(space)
-        unread = -1
-        if take_back:
-            # A description of its own: the worker's end must go on blocking.
-            unread = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            undo.callback(os.close, unread)
-        os.set_blocking(tasks_w, False)
-        line = Lifeline(life, tasks_w, unread, space, journals)
+        line = Lifeline(life, tasks, take_back, space, journals)
         undo.pop_all()
     return line, StartLife(worker, life, slots, boxes, stride), [tasks_r, fd, crash]
 
