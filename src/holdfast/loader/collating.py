@@ -55,15 +55,18 @@ class Overseer:
 
     def _is_plain(self, part: Any, depth: int) -> bool:
         kind = type(part)
+        if self._untouched and kind in _LEAVES:
+            return True
         known = self._untouched and kind in _CONTAINERS
         function = None if known else _function_for(part)
         if function is not None:
             return self._may(function)
         if not depth or not (kind in _CONTAINERS or _is_named_tuple(kind)):
             return False
-        leaves = _LEAVES if self._untouched else ()
         parts = part.values() if isinstance(part, dict) else part
-        return all(type(inside) in leaves or self._is_plain(inside, depth - 1) for inside in parts)
+        if self._untouched and _LEAVES.issuperset(map(type, parts)):
+            return True
+        return all(self._is_plain(inside, depth - 1) for inside in parts)
 
 
 def _function_for(part: Any) -> Any:

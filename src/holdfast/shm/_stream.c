@@ -269,21 +269,38 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     return PyBool_FromLong(fits);
 }
 
-/* same(tensor, other): True when both are dense, of one dtype and shape, over the same memory, and nobody wants a
-   gradient of the first. Tensors must be known, see `learn`. */
-static PyObject *same(PyObject *module, PyObject *const *tensors, Py_ssize_t count) {
-    Description one, other;
-    if (count != 2 || Py_TYPE(tensors[0]) != tensor_type || Py_TYPE(tensors[1]) != tensor_type) Py_RETURN_FALSE;
-    if (describe(tensors[0], &one) < 0 || describe(tensors[1], &other) < 0) {
+/* What a dense tensor is, in so many numbers. 0 where it is none, or has too many dimensions. */
+enum { MOST_DIMENSIONS = 16 };
+
+static size_t looks_of(PyObject *tensor, int64_t *looks) {
+    Description one;
+    if (Py_TYPE(tensor) != tensor_type || describe(tensor, &one) < 0) return 0;
+    if (one.dimensions > MOST_DIMENSIONS || !is_dense(&one)) return 0;
+    looks[0] = (int64_t)(intptr_t)(one.data + one.offset);
+    looks[1] = (int64_t)one.device << 32 | (int64_t)one.kind << 24 | (int64_t)one.bits << 16 | one.lanes;
+    memcpy(looks + 2, one.shape, sizeof *looks * (size_t)one.dimensions);
+    return sizeof *looks * (size_t)(one.dimensions + 2);
+}
+
+/* looks(tensor): for `same`. Tensors must be known, see `learn`. */
+static PyObject *looks(PyObject *module, PyObject *tensor) {
+    int64_t found[MOST_DIMENSIONS + 2];
+    size_t size = looks_of(tensor, found);
+    PyErr_Clear();
+    return PyBytes_FromStringAndSize((char *)found, (Py_ssize_t)size);
+}
+
+/* same(tensor, looks): True when it is dense, of the dtype and shape and over the memory that it had then, and nobody
+   wants its gradient. */
+static PyObject *same(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    int64_t found[MOST_DIMENSIONS + 2];
+    if (count != 2 || !PyBytes_Check(args[1])) Py_RETURN_FALSE;
+    size_t size = looks_of(args[0], found);
+    if (size == 0 || (Py_ssize_t)size != PyBytes_GET_SIZE(args[1]) || memcmp(found, PyBytes_AS_STRING(args[1]), size)) {
         PyErr_Clear();
         Py_RETURN_FALSE;
     }
-    if (one.data + one.offset != other.data + other.offset || one.device != other.device) Py_RETURN_FALSE;
-    if (one.kind != other.kind || one.bits != other.bits || one.lanes != other.lanes) Py_RETURN_FALSE;
-    if (one.dimensions != other.dimensions || !is_dense(&one) || !is_dense(&other)) Py_RETURN_FALSE;
-    for (int d = 0; d < one.dimensions; d++)
-        if (one.shape[d] != other.shape[d]) Py_RETURN_FALSE;
-    PyObject *wanted = PyObject_GetAttr(tensors[0], requires_grad);
+    PyObject *wanted = PyObject_GetAttr(args[0], requires_grad);
     Py_XDECREF(wanted); /* True and False live for ever */
     PyErr_Clear();
     return PyBool_FromLong(wanted == Py_False);
@@ -292,7 +309,8 @@ static PyObject *same(PyObject *module, PyObject *const *tensors, Py_ssize_t cou
 static PyMethodDef methods[] = {
     {"copy_all", copy_all, METH_VARARGS, "copy_all(to, size, sources, by_two): see above it."},
     {"learn", learn, METH_O, "learn(type): see above it."},
-    {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "same(tensor, other): see above it."},
+    {"looks", looks, METH_O, "looks(tensor): see above it."},
+    {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "same(tensor, looks): see above it."},
     {"stack", stack, METH_VARARGS, "stack(out, samples, past): see above it."},
     {NULL, NULL, 0, NULL},
 };

@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from holdfast.shm.place import CODES, TWINS, AnySpace, Placed, is_same
+from holdfast.shm.place import CODES, TWINS, AnySpace, is_same
 
 # Leaves below this are copied out of the slot.
 SMALL = 256 << 10
@@ -185,7 +185,10 @@ class Packer:
         Raises `Full`, or whatever pickling the batch raises.
         """
         self._space = space
-        placed = self._where(batch[1]) if _is_clean(batch) else None
+        content: Any = batch[1] if _is_clean(batch) else None
+        placed = space.placed.get(id(content))
+        if placed is not None and not is_same(content, placed.looks):
+            placed = space.forget(content)
         if placed is not None and placed.alone is not None:
             return space.put(memoryview(placed.alone)), 1, len(placed.alone) - 16
         flat = self._flattened(batch)
@@ -195,13 +198,6 @@ class Packer:
         if placed is not None and flat is not None:
             placed.alone = written
         return space.put(memoryview(written)), len(table) // 2, len(spec)
-
-    def _where(self, leaf: Any) -> Placed | None:
-        """Where a leaf lies that is in the slot already, and is still what it was when it was put there."""
-        placed = self._space.placed.get(id(leaf))
-        if placed is None or is_same(leaf, placed.twin):
-            return placed
-        return self._space.forget(leaf)
 
     def _pickle(self, batch: object) -> bytes:
         try:
@@ -226,10 +222,13 @@ class Packer:
                 return None
         else:
             leaves = content
+        placed = self._space.placed
         shapes = []
         table: list[int] = []
         for leaf in leaves:
-            there = self._where(leaf)
+            there = placed.get(id(leaf))
+            if there is not None and not is_same(leaf, there.looks):
+                there = self._space.forget(leaf)
             if there is not None:
                 shape, offset, size = there.shape, there.offset, there.size
             elif type(leaf) is torch.Tensor and is_plain(leaf) and leaf.is_contiguous() and leaf.dtype in CODES:
@@ -265,7 +264,9 @@ class Packer:
             self._table += (self._space.put(raw), raw.nbytes)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        placed = self._where(tensor)
+        placed = self._space.placed.get(id(tensor))
+        if placed is not None and not is_same(tensor, placed.looks):
+            placed = self._space.forget(tensor)
         if placed is not None:
             self._table += (placed.offset, placed.size)
             return _tensor, (_IN_PLACE, placed.shape[0], placed.shape[1:])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 try:
-    from holdfast.shm._stream import copy_all, learn, same, stack
+    from holdfast.shm._stream import copy_all, learn, looks, same, stack
 
     if not learn(torch.Tensor):  # an older torch
         stack = None  # type: ignore[assignment]
@@ -22,13 +22,19 @@ except ImportError:  # built without a compiler: torch and numpy copy instead
     copy_all = stack = None  # type: ignore[assignment]
 
 
-def _same(tensor: torch.Tensor, twin: torch.Tensor) -> bool:
+def _looks(tensor: torch.Tensor) -> Any:
+    """What the compiled one gives, for `_same`: another tensor over the same memory, that nobody else has."""
+    return tensor.detach()
+
+
+def _same(tensor: torch.Tensor, looks: Any) -> bool:
     """What the compiled one says."""
-    return tensor.dtype is twin.dtype and tensor.is_set_to(twin) and not tensor.requires_grad
+    return tensor.dtype is looks.dtype and tensor.is_set_to(looks) and not tensor.requires_grad
 
 
-# Whether a tensor is still what it was when its twin was made: dtype, shape, order, memory, and no gradient is wanted.
-is_same: Callable[[torch.Tensor, torch.Tensor], bool] = _same if stack is None else same
+# Whether a tensor is still what it was: of the same dtype, shape and order, over the same memory, without a gradient.
+looks_of: Callable[[torch.Tensor], Any] = _looks if stack is None else looks
+is_same: Callable[[torch.Tensor, Any], bool] = _same if stack is None else same
 
 ALIGN = 64
 # Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
@@ -66,14 +72,14 @@ class Full(Exception):
 class Placed:
     """A tensor that lies in the slot already. `shape` begins with the code of its dtype.
 
-    `twin`: another tensor over the same memory, that nobody else has. `alone`: what is written behind it where it is
-    the whole batch; whoever packs that finds out the first time.
+    `looks`: for `is_same`. `alone`: what is written behind it where it is the whole batch; whoever packs that finds out
+    the first time.
     """
 
     shape: tuple[int, ...]
     offset: int
     size: int
-    twin: torch.Tensor
+    looks: Any
     alone: bytes | None = None
 
 
@@ -135,7 +141,7 @@ class SlotSpace:
         if made is None:
             tensor = torch.from_numpy(np.ndarray(shape, twin, self.view[start : self.end]))
             past = _past(size, shape[0], self.by_two)
-            placed = Placed((CODES[dtype], *shape), start, size, tensor.detach())
+            placed = Placed((CODES[dtype], *shape), start, size, looks_of(tensor))
             made = self._made[start, dtype, shape] = Made(tensor, placed, past)
         self._last[start] = made
         self.placed[id(made.tensor)] = made.placed
