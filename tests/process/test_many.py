@@ -26,7 +26,7 @@ def run(name, workers, method, soft, hard):
 @pytest.mark.parametrize(("name", "method"), [("loader", "fork"), ("loader", "spawn"), ("pool", "fork")])
 def test_hundreds_of_workers_start(name, method):
     """The keeper gets each order, however long it takes to fork: all workers are there at once."""
-    told = run(name, MANY, method, 1024 if name == "loader" else 2048, 4096)
+    told = run(name, MANY, method, 1024, 4096)
     assert told["exact"]
     assert not told.get("findings")
 
