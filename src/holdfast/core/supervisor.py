@@ -50,8 +50,6 @@ class Supervisor:
         self.notes: deque[Note | Silence] = deque()
         self.resolved = 0  # tasks that were delivered or dropped
         self.stop: Stop | None = None
-        # An exception from outside cut an action short: what the ledger thinks may not be what is.
-        self.torn = False
 
     def open(self) -> None:
         """Start what is not running yet."""
@@ -85,7 +83,6 @@ class Supervisor:
 
     def tell(self, event: Event) -> None:
         """One event, and all it leads to."""
-        self.torn = True  # until it is done
         self.story.tell(event)
         for action in self._ledger.on(event):
             match action:
@@ -116,4 +113,3 @@ class Supervisor:
                     self.stop = action
                 case _:
                     assert_never(action)
-        self.torn = False

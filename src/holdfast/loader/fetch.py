@@ -1,10 +1,12 @@
 """Samples of a map-style dataset under the policy: retries, skip, replace. Used by workers and by num_workers=0.
 
 Around user code, `BaseException` is caught in a worker: a `SystemExit` in a dataset must not end it silently. In the
-trainer (num_workers=0) only `Exception` is, so that Ctrl-C still works.
+trainer (num_workers=0) only `Exception` is, so that Ctrl-C still works; and not what a signal handler of the trainer's
+raised, which is no sample's fault.
 """
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
 from holdfast.loader.shapes import differing
 from holdfast.local.evidence import facts_of
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.limits import refused
 from holdfast.local.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, recorder
 from holdfast.local.raised import Raised, capture
@@ -23,8 +26,20 @@ from holdfast.policy import Policy
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _FETCH, _COLLATE = Stage.FETCH, Stage.COLLATE
+Caught = type[BaseException] | tuple[()]
 # Stands for a sample that is left out of its batch.
 _LEFT_OUT = object()
+
+
+def errors() -> Caught:
+    """In an except clause of the trainer's: what may be caught of what was just raised."""
+    error = sys.exc_info()[1]
+    return () if error is None or raised_by_handler(error) else Exception
+
+
+def everything() -> Caught:
+    """In one of a worker's."""
+    return BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +119,7 @@ class Draw:
 
 
 class MapFetcher:
-    """Loads and collates batches of one dataset. `words` is the pulse page; `catch` what may be caught."""
+    """Loads and collates batches of one dataset. `words` is the pulse page; `catch()` what may be caught."""
 
     def __init__(
         self,
@@ -114,7 +129,7 @@ class MapFetcher:
         policy: Policy,
         *,
         words: Any = None,
-        catch: type[BaseException] = Exception,
+        catch: Callable[[], Caught] = errors,
         reseed: bool = False,
         may_leave: bool = False,
         growth_bytes: int | None = None,
@@ -174,7 +189,7 @@ class MapFetcher:
                 for index in walk:
                     samples.append(dataset[index])
                 return samples
-            except self._catch as error:
+            except self._catch() as error:
                 position = self._words[POSITION]
                 self._leave_if_spent(error, position, draw)
                 index = list(draw.indices)[position]  # (they may be a set)
@@ -205,7 +220,7 @@ class MapFetcher:
         assert self._many is not None
         try:
             samples: list[Any] = self._many(draw.indices)
-        except self._catch as error:
+        except self._catch() as error:
             self._leave_if_spent(error, len(draw.indices), draw)
             if not _has_getitem(self.dataset):
                 raise Failed(error, -1, None, Stage.FETCH_MANY, 1) from error
@@ -243,7 +258,7 @@ class MapFetcher:
             words[SINCE] = time.monotonic_ns()
             try:
                 sample = self.dataset[index]
-            except self._catch as error:
+            except self._catch() as error:
                 first = error
                 self._leave_if_spent(error, position, draw)
                 worth = isinstance(error, policy.retry_on)
@@ -289,7 +304,7 @@ class MapFetcher:
                 for spare in spares:
                     try:
                         sample = self.dataset[spare]
-                    except self._catch:
+                    except self._catch():
                         continue  # a bad one too; it is named when its own turn comes
                     troubles.append(Trouble(position, index, attempts, seconds, capture(error), "replaced", spare))
                     return sample
@@ -302,7 +317,7 @@ class MapFetcher:
         words[SINCE] = time.monotonic_ns()
         try:
             return self._collate(samples)
-        except self._catch as error:
+        except self._catch() as error:
             raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices)) from error
 
     def left_out(self, samples: Any, draw: Draw, troubles: list[Trouble]) -> bool:

@@ -6,15 +6,12 @@ incident in the report. There is no thread: deaths are noticed, and errors raise
 """
 
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
@@ -24,7 +21,7 @@ from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.report import Record
-from holdfast.errors import BatchTimeout, LoaderTorn
+from holdfast.errors import BatchTimeout
 from holdfast.loader import seeds
 from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
@@ -32,8 +29,10 @@ from holdfast.loader.leaves import moved
 from holdfast.loader.orders import Orders
 from holdfast.loader.tell import Teller
 from holdfast.loader.totals import totals
+from holdfast.loader.turns import Turns
 from holdfast.loader.weigh import large_parts
 from holdfast.local.cgroups import usable_cpus
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
 from holdfast.local.room import growth_bytes
@@ -52,7 +51,7 @@ MORE_THAN_CPUS = 2
 LOOK_S = 0.25
 
 
-class WorkerIterator(_BaseDataLoaderIter):
+class WorkerIterator(Turns, _BaseDataLoaderIter):
     """Iterates over a loader with worker processes."""
 
     def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
@@ -74,7 +73,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._growth = growth_bytes(policy.worker_bytes, self._start)
         context = loader.multiprocessing_context
         self._method: str = (context if context is not None else get_context()).get_start_method()
-        self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
         device = checked(loader.device)
@@ -83,17 +81,21 @@ class WorkerIterator(_BaseDataLoaderIter):
             device, pinned_for, self._factor * self._num_workers, record
         )
         self._pin_memory = self._pin_memory and device is None  # what is on a device cannot be pinned
+        self._stats = partial(totals, record, loader.num_workers, self._dataset)
+        self._begin_host(loader)
+        self._reset(loader, first_iter=True)
+
+    def _begin_host(self, loader: Any) -> None:
+        policy, record = self._policy, self._record
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
-        self._finalizer = weakref.finalize(self, self._host.close)
+        self._finalizer = weakref.finalize(self, self._host.close_for_good)
         self._orders = Orders(policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation)
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
         self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
-        self._stats = partial(totals, record, loader.num_workers, self._dataset)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
-        self._reset(loader, first_iter=True)
 
     def _make_host(self, loader: Any) -> LocalHost:
         init = loader.worker_init_fn
@@ -133,8 +135,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         return 1 if straight and self._num_workers >= max(2, usable_cpus()) else 2
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """A new epoch; with persistent workers, in the processes of the last one."""
+        """A new epoch; with persistent workers, in the processes of the last one, unless that was torn or stopped."""
+        anew = first_iter or self._inside or self._host.closed
+        self._inside = self._torn = True  # until it has begun
         if not first_iter:
+            if anew:
+                self._shutdown_workers()
+                self._begin_host(loader)
             super()._reset(loader)
         self._epoch += 1
         # The first epoch is seeded by what torch drew; later ones of persistent workers each by their number.
@@ -143,17 +150,16 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._first_task = self._next_task
         self._orders.begin(self._seed, self._epoch, self._first_task, self._shared_seed)
         self._drained = False
-        self._over = False
         self._began = time.monotonic()
         self._last_words: BaseException | None = None
         if self._ferry is not None:
             self._ferry.clear()
         self._teller.first_task = self._first_task
-        if not first_iter:
+        if not anew:
             for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
                 self._host.discard(result)  # of an epoch that was left
-        running = [] if first_iter else self._ledger.lives
-        if first_iter:
+        running = [] if anew else self._ledger.lives
+        if anew:
             self._crew = Crew(self._num_workers, self._start, self._adapt)
             self._crew.room(*self._host.room)
         self._crew.rest()
@@ -172,28 +178,29 @@ class WorkerIterator(_BaseDataLoaderIter):
         )
         self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._crew)
         self._ready: deque[Deliver] = self._supervisor.ready
-        if not first_iter:
+        if not anew:
             self._host.abandon_below(self._next_task)
         self._supervisor.open()
         self._draw()
+        self._inside = self._torn = False
 
     # The path of a batch -------------------------------------------------------------------------------------------
 
-    def __next__(self) -> Any:
-        if self._profiled():
-            with torch.autograd.profiler.record_function(self._profile_name):
-                return self._next_batch()
-        return self._next_batch()
-
-    def _next_batch(self) -> Any:
+    def _next_batch(self) -> Unpacked | None:
         if self._gate is None:
             return self._deliver() if self._ferry is not None else self._delivered(self._due())
         with self._gate.relaxed():
+            self._again = True  # it waits for the device
             self._gate.step()
             self._gate.pace()
+            self._again = False
             return self._deliver()
 
-    def _deliver(self) -> Any:
+    def _repeatable(self) -> bool:
+        waited, self._host.resting = self._host.resting, False
+        return super()._repeatable() or waited
+
+    def _deliver(self) -> Unpacked | None:
         if self._ferry is None:
             unpacked = self._due()
         else:
@@ -202,7 +209,9 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._draw()
         return self._delivered(unpacked)
 
-    def _delivered(self, unpacked: Unpacked) -> Any:
+    def _delivered(self, unpacked: Unpacked | None) -> Unpacked | None:
+        if unpacked is None or unpacked.error is not None:
+            return unpacked
         counts = self._record.counts
         counts["samples"] += unpacked.samples
         counts["batches"] += 1
@@ -211,26 +220,23 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._record.kept_in.write_totals(self._stats)
         if self._iterable and self._IterableDataset_len_called is not None:
             self._warn_of_length()
-        return unpacked.batch
+        return unpacked
 
-    def _due(self) -> Unpacked:
-        """The next one, when it has come."""
+    def _due(self) -> Unpacked | None:
+        """The next one, when it has come, or what is to be raised; None at the end."""
         supervisor, ready = self._supervisor, self._ready
-        if supervisor.torn:
-            raise LoaderTorn(
-                "an interrupt (Ctrl-C, a signal handler that raised) hit this loader in the middle of its "
-                "bookkeeping\n    try    make a new iterator: iter(loader)"
-            )
         while True:
-            if not ready:
-                self._wait()
+            if not ready and not self._wait():
+                return Unpacked(error=BatchTimeout(f"DataLoader timed out after {self._timeout} seconds"))
             while supervisor.notes:
                 self._teller.incident(supervisor.notes.popleft())
             if supervisor.stop is not None:
-                self._raise_stop()
+                return Unpacked(error=self._stopped())
             if not ready:
+                self._again = True  # it waits for workers to leave
                 self._end()
-                raise StopIteration
+                self._again = False
+                return None
             unpacked = self._take()
             if unpacked is not None:
                 return unpacked
@@ -252,8 +258,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._draw()
         return self._open(task, samples, result)
 
-    def _wait(self) -> None:
-        """Until a batch is ready, or nothing is left to wait for."""
+    def _wait(self) -> bool:
+        """Until a batch is ready, or nothing is left to wait for; False when that took too long."""
         supervisor, ready, limit = self._supervisor, self._ready, self._timeout or None
         began = time.monotonic()
         while not ready and supervisor.stop is None:
@@ -263,7 +269,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                     break
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
-                raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
+                return False
             if self._in_order:
                 self._host.want(self._first_task + supervisor.resolved)
             supervisor.step(left)
@@ -275,6 +281,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._record.waited_s += waited
         if began + waited >= self._look_at:
             self._look(0.0)
+        return True
 
     def _look(self, waiting_s: float) -> None:
         """Are there as many workers as there should be?"""
@@ -305,14 +312,17 @@ class WorkerIterator(_BaseDataLoaderIter):
             supervisor.tell(Drawn(task, self._orders.add(task, asked)))
 
     def _open(self, task: int, samples: int, result: object) -> Unpacked | None:
-        """The batch; None where nothing was left of it. Raises what the user must see."""
+        """The batch, or what the user must see in its place; None where nothing was left of it."""
         if isinstance(result, Lost):
-            raise self._teller.lost(result)
+            return Unpacked(error=self._teller.lost(result))
         assert isinstance(result, Parcel)
-        # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
-        content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
+        try:
+            # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
+            content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
+        except Exception as error:  # the user's __setstate__, say
+            return self._own(error)
         if result.failed:
-            raise self._teller.failure(content, task - self._first_task, result.worker)
+            return Unpacked(error=self._teller.failure(content, task - self._first_task, result.worker))
         notes, batch = content
         if notes is not None:
             samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
@@ -320,29 +330,26 @@ class WorkerIterator(_BaseDataLoaderIter):
                 return None
         if self._gate is not None and self._gate.refused is not None:
             self._teller.not_registered(self._gate.refused)
-        if self._pin_memory:
-            batch = self._pinned(batch)
-        elif self._plain_device is not None:
-            batch = moved(batch, self._plain_device)
+        try:
+            if self._pin_memory:
+                batch = self._pinned(batch)
+            elif self._plain_device is not None:
+                batch = moved(batch, self._plain_device)
+        except Exception as error:
+            return self._own(error)
         return Unpacked(batch, samples, result)
+
+    def _own(self, error: Exception) -> Unpacked:
+        """An error of this batch's own: the next call goes on with the next one."""
+        if raised_by_handler(error):
+            raise error
+        return Unpacked(error=error)
 
     def _pinned(self, batch: Any) -> Any:
         """What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold."""
         if self._gate is not None and self._gate.capturing():
             return batch  # torch would have to ask the driver
         return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-
-    def _warn_of_length(self) -> None:
-        if self._num_yielded <= (self._IterableDataset_len_called or 0):
-            return
-        warnings.warn(
-            f"Length of IterableDataset {self._dataset} was reported to be {self._IterableDataset_len_called}"
-            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
-            "For multiprocessing data-loading, this could be caused by not properly configuring the "
-            "IterableDataset replica at each worker. Please see "
-            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples.",
-            stacklevel=4,
-        )
 
     # What the user is told -----------------------------------------------------------------------------------------
 
@@ -359,21 +366,21 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._teller.trouble(trouble, batch, worker)
         return int(samples)
 
-    def _raise_stop(self) -> None:
+    def _stopped(self) -> BaseException:
         """Going on would not help."""
         stop = self._supervisor.stop
         assert stop is not None
-        if not self._over:
-            self._over = True
+        if self._last_words is None:
             self._hear_all([*self._ready, *stop.results])
             self._last_words = (
                 self._teller.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
                 if isinstance(stop.event, BootFailed)
                 else self._teller.stop(stop)
             )
-            self._finalizer()
-        assert self._last_words is not None
-        raise self._last_words
+        self._again = True
+        self._close_host()
+        self._again = False
+        return self._last_words
 
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
@@ -389,7 +396,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _end(self) -> None:
         self._record.need, self._record.wish = self._host.need, self._crew.wish if self._adapt else 0
-        self._record.ran_s += time.monotonic() - self._began
+        ran_s = time.monotonic() - self._began
         if self._ferry is not None:
             self._ferry.clear()
         if not self._persistent_workers:
@@ -398,6 +405,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._record.kept_in.write_totals(self._stats, running=False)
         if self._gate is not None:
             self._gate.step()  # what those workers had is unregistered now, not when some other loader runs
+        self._record.ran_s += ran_s
 
     @property
     def _workers(self) -> list[WorkerHandle]:
@@ -412,6 +420,11 @@ class WorkerIterator(_BaseDataLoaderIter):
         """End all processes of this iterator."""
         if self._finalizer.alive:
             self._record.workers.end()
-        self._finalizer()
+        self._close_host()
         for silence in self._host.leftovers():
             self._teller.incident(silence)
+
+    def _close_host(self) -> None:
+        """May be called again where it was cut short."""
+        self._host.close()
+        self._finalizer.detach()

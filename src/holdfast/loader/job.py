@@ -18,7 +18,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.fetch import Draw, Failed, MapFetcher
+from holdfast.loader.fetch import Draw, Failed, MapFetcher, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import StreamFetcher
@@ -165,7 +165,7 @@ class LoaderJob:
                 recipe.auto_collation,
                 recipe.policy,
                 words=pulse.words,
-                catch=BaseException,
+                catch=everything,
                 reseed=True,
                 may_leave=True,
                 growth_bytes=recipe.growth_bytes,
@@ -234,7 +234,7 @@ class LoaderJob:
                 recipe.policy,
                 self._seed_stream,
                 words=self._pulse.words,
-                catch=BaseException,
+                catch=everything,
             )
         stream = self._stream
         assert stream is not None

@@ -21,7 +21,7 @@ import torch
 
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
-from holdfast.loader.fetch import Failed, Trouble
+from holdfast.loader.fetch import Caught, Failed, Trouble, errors
 from holdfast.loader.shapes import differing
 from holdfast.local.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.local.raised import capture
@@ -49,7 +49,7 @@ class StreamFetcher:
         seed: Callable[[int], None],
         *,
         words: Any = None,
-        catch: type[BaseException] = Exception,
+        catch: Callable[[], Caught] = errors,
     ) -> None:
         self._dataset = dataset
         self._collate = collate_fn
@@ -77,7 +77,7 @@ class StreamFetcher:
             self._words[SINCE] = time.monotonic_ns()
             try:
                 self._items = iter(self._dataset)
-            except self._catch as error:
+            except self._catch() as error:
                 self._ended = True
                 raise Failed(error, 0, None, Stage.FETCH, 1) from error
 
@@ -165,7 +165,7 @@ class StreamFetcher:
                 item = next(self._items)
             except StopIteration:
                 raise
-            except self._catch as error:
+            except self._catch() as error:
                 if inspect.isgenerator(self._items):
                     self._ended = True
                     error.add_note(
@@ -186,7 +186,7 @@ class StreamFetcher:
         self._words[SINCE] = time.monotonic_ns()
         try:
             return self._collate(items)
-        except self._catch as error:
+        except self._catch() as error:
             raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None)) from error
 
 

@@ -36,6 +36,7 @@ class Answers:
         self._files, self.files_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._files.setblocking(False)
         self._taken: dict[tuple[int, ...], int] = {}  # record -> descriptor of its file
+        self._open = [self.pipe, self.pipe_w]  # to be closed
 
     def abandon_below(self, task: int) -> None:
         """Marks of tasks before this one do not count any more."""
@@ -118,11 +119,15 @@ class Answers:
             self._taken[RECORD.unpack(data)] = fds[0]
 
     def close(self) -> None:
-        """What nobody has asked for goes, too."""
-        self._take_files()
-        for fd in (self.pipe, self.pipe_w, *self._taken.values()):
+        """What nobody has asked for goes, too. May be called again where a signal handler raised."""
+        if self._files.fileno() >= 0:
+            self._take_files()
+        self._open += self._taken.values()
+        self._taken = {}
+        while self._open:
+            fd = self._open[-1]
+            del self._open[-1]  # first: it must not be closed twice
             os.close(fd)
-        self._taken.clear()
         self._files.close()
         self.files_w.close()
 

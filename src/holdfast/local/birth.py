@@ -165,8 +165,9 @@ def fork_keeper(orders: Orders, job: Job) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()  # or a worker would print our unwritten text again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
         pid = os.fork()
         if pid == 0:
             _keep(orders, job, before)

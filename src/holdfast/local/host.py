@@ -86,7 +86,9 @@ class LocalHost:
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
+        self.resting = False  # it waits, and nothing is half done: what a signal handler raises now does no harm
         self._closed = False
+        self._over = False
         self.workers = [WorkerHandle(self, i) for i in range(workers)]
 
     # Opening and closing -------------------------------------------------------------------------------------------
@@ -125,21 +127,44 @@ class LocalHost:
         )
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        if self._closed or os.getpid() != self._owner:
+        """May be called again where a signal handler raised: it goes on with what is left."""
+        if self._over or os.getpid() != self._owner:
             return
         self._closed = True
         forks.forget(self)
+        if not hasattr(self._leash, "control"):
+            self._close_begun()
+            return
         if not self._leash.tell(StopAll(grace_s)):
             grace_s = 0.0  # the keeper is gone already
         for worker in range(len(self._lifelines)):
             self._end_lifeline(worker)
+        self._leash.find(3.0)
         self._leash.gone(grace_s + 3.0)
         self._hear_last_words()
         self._leash.end(0.0)
         self._answers.close()
         self._vigil.close()
-        os.close(self._pulse_fd)
+        if self._pulse_fd >= 0:
+            pulse_fd, self._pulse_fd = self._pulse_fd, -1
+            os.close(pulse_fd)
         self.pulses.clear()  # and with them their mapping
+        self._over = True
+
+    def _close_begun(self) -> None:
+        """open() was cut short: nothing is started yet."""
+        for part in (self.__dict__.get("_answers"), self.__dict__.get("_vigil")):
+            if part is not None:
+                part.close()
+        self._over = True
+
+    def close_for_good(self) -> None:
+        """As `close`, where nobody would call again, and Python only prints what is raised."""
+        try:
+            self.close()
+        except BaseException:
+            self.close(0.0)
+            raise
 
     def close_in_child(self) -> None:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
@@ -303,7 +328,9 @@ class LocalHost:
     def _sleep(self, limit: float) -> None:
         vigil, leash = self._vigil, self._leash
         while not self._events and not vigil.rung:
+            self.resting = True
             ready = vigil.wait(min(limit, leash.due))
+            self.resting = False
             control = leash.control.fileno()
             for fd, _ in ready:
                 if fd == control:

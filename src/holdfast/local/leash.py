@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 
 from holdfast.local import birth, linux
 from holdfast.local.cradle import Orders
-from holdfast.local.wire import Message, decode, encode
+from holdfast.local.wire import KeeperUp, Message, decode, encode
 from holdfast.local.worker import Job
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
@@ -50,6 +50,15 @@ class Leash:
     def came_up(self) -> None:
         """It has said so."""
         self.due = float("inf")
+
+    def find(self, patience_s: float) -> None:
+        """A signal handler raised right after a fork: the keeper is there, and nobody noted its pid. It says that."""
+        while not self.pid and self.control.fileno() >= 0 and self.wait_for_word(patience_s):
+            word = self.next_word()
+            if isinstance(word, KeeperUp):
+                self.pid = word.pid
+            elif word is None:
+                return  # nobody is there
 
     @property
     def late(self) -> bool:

@@ -142,11 +142,11 @@ class Lifeline:
     def hang_up(self) -> None:
         """No more tasks: the worker leaves when it has done what it was sent."""
         if self.tasks >= 0:
-            os.close(self.tasks)
-            self.tasks = -1
+            tasks, self.tasks = self.tasks, -1  # first: a signal handler may raise right after it is closed
+            os.close(tasks)
         if self._unread >= 0:
-            os.close(self._unread)
-            self._unread = -1
+            unread, self._unread = self._unread, -1
+            os.close(unread)
 
     def take_back(self, most: int = 1) -> list[int]:
         """The next tasks that the worker has not begun, if there are any: it will not begin them."""

@@ -16,6 +16,7 @@ import cloudpickle
 
 from holdfast.errors import RemoteTraceback, SampleError
 from holdfast.local.evidence import facts_of
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.transforms import transform_in
 
 
@@ -101,7 +102,9 @@ def rebuild(raised: Raised) -> BaseException | None:
             error.args = args
             error.__dict__.update(attributes)
             return error if isinstance(error, BaseException) else None
-    except Exception:
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
         return None  # said so in the SampleError that is raised instead
     return None
 

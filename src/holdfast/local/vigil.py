@@ -64,4 +64,6 @@ class Vigil:
         return []
 
     def close(self) -> None:
-        os.close(self.bell)
+        if self.bell >= 0:
+            bell, self.bell = self.bell, -1
+            os.close(bell)
