@@ -51,8 +51,6 @@ class Supervisor:
         self.resolved = 0  # tasks that were delivered or dropped
         self.dropped = 0
         self.stop: Stop | None = None
-        # An exception from outside cut an action short: what the ledger thinks may not be what is.
-        self.torn = False
 
     def open(self) -> None:
         """Start what is not running yet."""
@@ -86,7 +84,6 @@ class Supervisor:
 
     def tell(self, event: Event) -> None:
         """One event, and all it leads to."""
-        self.torn = True  # until it is done
         self.story.tell(event)
         for action in self._ledger.on(event):
             match action:
@@ -118,4 +115,3 @@ class Supervisor:
                     self.stop = action
                 case _:
                     assert_never(action)
-        self.torn = False

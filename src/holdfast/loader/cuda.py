@@ -131,8 +131,8 @@ class Driver:
 
     @contextmanager
     def _inside(self, context: int) -> Iterator[None]:
-        self._push(context)
         try:
+            self._push(context)  # inside: a signal handler may raise right after it
             yield
         finally:
             self._pop(ctypes.c_void_p())

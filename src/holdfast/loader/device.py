@@ -25,6 +25,7 @@ import torch
 from holdfast.diagnose.report import Record
 from holdfast.loader.gate import CudaGate, gate
 from holdfast.loader.leaves import kept, mapped, moved, tensors_of
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.lifeline import Parcel
 from holdfast.shm.pack import SMALL
 from holdfast.shm.place import ALIGN
@@ -39,11 +40,12 @@ _LOOK_S = 50e-6
 
 
 class Unpacked(NamedTuple):
-    """A batch out of its slot. `parcel`: what it came in."""
+    """A batch out of its slot. `parcel`: what it came in. `error`: what is to be raised in its place."""
 
-    batch: Any
-    samples: int
+    batch: Any = None
+    samples: int = 0
     parcel: Parcel | None = None
+    error: BaseException | None = None
 
 
 # A batch on its way ------------------------------------------------------------------------------------------------
@@ -59,7 +61,7 @@ class Crossing:
         self.bytes = 0
         self.queued = False
         self.batch: Any = None
-        self.error: Exception | None = None
+        self.error = unpacked.error
         self.stream: torch.cuda.Stream  # whose memory it is
         self.copied: torch.cuda.Event
         self.twins: list[torch.Tensor] = []
@@ -128,8 +130,8 @@ class Ferry:
         self._ahead.clear()
         self._waits.clear()
 
-    def next(self, due: Callable[[], Unpacked], ready: Callable[[], Unpacked | None]) -> Unpacked:
-        """The next batch, on the device. `due()` waits for one and may raise; `ready()` gives one that is there."""
+    def next(self, due: Callable[[], Unpacked | None], ready: Callable[[], Unpacked | None]) -> Unpacked | None:
+        """The next batch, on the device. `due()` waits for one, None is the end; `ready()` gives one that is there."""
         if self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         stream = torch.cuda.current_stream(self._device)
@@ -138,12 +140,20 @@ class Ferry:
             self._waits.add_up()
             self._waits.asked(stream)
         if not self._ahead:
-            self._ahead.append(Crossing(due()))
+            unpacked = due()
+            if unpacked is None or unpacked.error is not None:
+                return unpacked
+            self._ahead.append(Crossing(unpacked))
         crossing = self._ahead[0]
         if crossing.error is not None:
             self._ahead.popleft()
-            raise crossing.error
-        self._land(crossing, stream, capturing)
+            return Unpacked(error=crossing.error)
+        try:
+            self._land(crossing, stream, capturing)
+        except Exception as error:  # no memory, say: the next call tries the same one again
+            if raised_by_handler(error):
+                raise
+            return Unpacked(error=error)
         if not capturing:
             self._waits.given(stream)
             self._take_ahead(ready, stream)
@@ -156,20 +166,18 @@ class Ferry:
         while len(self._ahead) <= self._most:
             if sum(crossing.bytes for crossing in self._ahead) > AHEAD_BYTES:
                 return  # with the one that is due, which is as large as the one that would come
-            try:
-                unpacked = ready()
-            except Exception as error:  # the user's to see, when it is this batch's turn
-                crossing = Crossing(Unpacked(None, 0))
-                crossing.error = error
-                self._ahead.append(crossing)
-                return
+            unpacked = ready()
             if unpacked is None:
                 return
             crossing = Crossing(unpacked)
             self._ahead.append(crossing)
+            if crossing.error is not None:
+                return  # the user's to see, when it is this batch's turn
             try:
                 self._queue_copy(crossing, stream)
-            except RuntimeError:  # no memory, mostly: fewer ahead from now on. It is tried again at its turn
+            except RuntimeError as error:  # no memory, mostly: fewer ahead from now on. It is tried again at its turn
+                if raised_by_handler(error):
+                    raise
                 self._most = max(0, len(self._ahead) - 2)
                 return
 

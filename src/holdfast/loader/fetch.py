@@ -1,10 +1,12 @@
 """Samples of a map-style dataset under the policy: retries, skip, replace. Used by workers and by num_workers=0.
 
 Around user code, `BaseException` is caught in a worker: a `SystemExit` in a dataset must not end it silently. In the
-trainer (num_workers=0) only `Exception` is, so that Ctrl-C still works.
+trainer (num_workers=0) only `Exception` is, so that Ctrl-C still works; and not what a signal handler of the trainer's
+raised, which is no sample's fault.
 """
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
 from holdfast.loader.shapes import differing
 from holdfast.local.evidence import facts_of
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.limits import refused
 from holdfast.local.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, recorder
 from holdfast.local.raised import Raised, capture, text_of
@@ -23,8 +26,20 @@ from holdfast.policy import Policy
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _FETCH, _COLLATE = Stage.FETCH, Stage.COLLATE
+Caught = type[BaseException] | tuple[()]
 # Stands for a sample that is left out of its batch.
 _LEFT_OUT = object()
+
+
+def errors() -> Caught:
+    """In an except clause of the trainer's: what may be caught of what was just raised."""
+    error = sys.exc_info()[1]
+    return () if error is None or raised_by_handler(error) else Exception
+
+
+def everything() -> Caught:
+    """In one of a worker's."""
+    return BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +136,7 @@ class Draw:
 
 
 class MapFetcher:
-    """Loads and collates batches of one dataset. `words` is the pulse page; `catch` what may be caught."""
+    """Loads and collates batches of one dataset. `words` is the pulse page; `catch()` what may be caught."""
 
     def __init__(
         self,
@@ -131,7 +146,7 @@ class MapFetcher:
         policy: Policy,
         *,
         words: Any = None,
-        catch: type[BaseException] = Exception,
+        catch: Callable[[], Caught] = errors,
         reseed: bool = False,
         may_leave: bool = False,
         growth_bytes: int | None = None,
@@ -146,6 +161,7 @@ class MapFetcher:
         self._words: memoryview = new_words() if words is None else words
         self._recorder = recorder(self._words)
         self._catch = catch
+        self._kind: type[BaseException] = BaseException if catch is everything else Exception
         self._reseed = reseed
         self._may_leave = may_leave
         self._growth = growth_bytes
@@ -191,7 +207,7 @@ class MapFetcher:
                 for index in walk:
                     samples.append(dataset[index])
                 return samples
-            except self._catch as error:
+            except self._catch() as error:
                 position = self._words[POSITION]
                 self._leave_if_spent(error, position, draw)
                 index = list(draw.indices)[position]  # (they may be a set)
@@ -223,7 +239,7 @@ class MapFetcher:
         assert self._many is not None
         try:
             samples: list[Any] = self._many(draw.indices)
-        except self._catch as error:
+        except self._catch() as error:
             self._leave_if_spent(error, len(draw.indices), draw)
             if not _has_getitem(self.dataset):
                 raise Failed(error, -1, None, Stage.FETCH_MANY, 1) from error
@@ -248,10 +264,10 @@ class MapFetcher:
             try:
                 facts = facts_of(error)
                 why = refused(error, self._growth, self._words[BASE])
-            except self._catch:  # user code: its __str__, its properties
+            except self._catch():  # user code: its __str__, its properties
                 return
             if why is not None:
-                raise Spent(why, (f"{type(error).__name__}: {text_of(error, self._catch)}"[:300], *facts))
+                raise Spent(why, (f"{type(error).__name__}: {text_of(error, self._kind)}"[:300], *facts))
 
     def _one(self, position: int, index: Any, draw: Draw, troubles: list[Trouble]) -> Any:
         """One sample, with retries. While a store is down, the first sample alone waits for it as long as it may."""
@@ -264,7 +280,7 @@ class MapFetcher:
             words[SINCE] = time.monotonic_ns()
             try:
                 sample = self.dataset[index]
-            except self._catch as error:
+            except self._catch() as error:
                 first = error
                 self._leave_if_spent(error, position, draw)
                 worth = issubclass(type(error), policy.retry_on)
@@ -281,7 +297,7 @@ class MapFetcher:
                 if first is not None:
                     spent = time.monotonic() - began
                     troubles.append(
-                        Trouble(position, index, attempt, spent, capture(first, catch=self._catch), "retried")
+                        Trouble(position, index, attempt, spent, capture(first, catch=self._kind), "retried")
                     )
                 return sample
         raise AssertionError("unreachable")
@@ -307,19 +323,17 @@ class MapFetcher:
         match self._policy.bad_sample:
             case "skip":
                 troubles.append(
-                    Trouble(position, index, attempts, seconds, capture(error, catch=self._catch), "skipped")
+                    Trouble(position, index, attempts, seconds, capture(error, catch=self._kind), "skipped")
                 )
                 return _LEFT_OUT
             case "replace":
                 for spare in spares:
                     try:
                         sample = self.dataset[spare]
-                    except self._catch:
+                    except self._catch():
                         continue  # a bad one too; it is named when its own turn comes
                     troubles.append(
-                        Trouble(
-                            position, index, attempts, seconds, capture(error, catch=self._catch), "replaced", spare
-                        )
+                        Trouble(position, index, attempts, seconds, capture(error, catch=self._kind), "replaced", spare)
                     )
                     return sample
         raise Failed(error, position, index, Stage.FETCH, attempts) from error
@@ -331,8 +345,8 @@ class MapFetcher:
         words[SINCE] = time.monotonic_ns()
         try:
             return self._collate(samples)
-        except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices, self._catch)) from error
+        except self._catch() as error:
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices, self._kind)) from error
 
     def left_out(self, samples: Any, draw: Draw, troubles: list[Trouble]) -> bool:
         """True when nothing is left of this batch. One that was asked for empty is none of these: it is collated."""

@@ -76,6 +76,7 @@ class CudaGate:
         self._driver = driver
         self._turn = threading.Lock()  # of two threads that iterate, one is here
         self._back: deque[Key] = deque()  # the last view has died
+        self._fresh: list[Key] = []  # and no copy of ours reads it: it needs a mark
         self._marked: deque[tuple[list[Mark], list[Key]]] = deque()  # and all streams bear a mark since
         self._copies: dict[Key, Copying] = {}  # what we read ourselves
         self._unseen: set[Key] = set()  # ... and nobody else looks at
@@ -88,7 +89,7 @@ class CudaGate:
     # Noted in any thread -------------------------------------------------------------------------------------------
 
     def hold(self, slots: Slots, slot: int) -> None:
-        self._back.append((slots, slot))
+        self._back += ((slots, slot),)  # no call: see shm/slots.py
 
     def unregister(self, slots: Slots, slot: int) -> None:
         self._leaving.append((slots, slot))
@@ -107,15 +108,16 @@ class CudaGate:
                 size += size // _HEADROOM
                 self._forget(slots, slot)
             size = min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, slots.stride)
-            why = self._driver.register(address, size)
-            if why:
-                self.refused = Refusal(why, size)
-                return False
-            slots.registered[slot] = size
             if slots not in self._known:
-                self._known.add(slots)
                 orphan = Orphan(slots.memory, slots.stride, slots.registered)
                 weakref.finalize(slots, self._orphans.append, orphan).atexit = False
+                self._known.add(slots)
+            slots.registered[slot] = size  # noted first: a signal handler may raise right after it is registered
+            why = self._driver.register(address, size)
+            if why:
+                del slots.registered[slot]
+                self.refused = Refusal(why, size)
+                return False
         return True
 
     def copying(self, slots: Slots, slot: int, copy: Copying) -> None:
@@ -137,19 +139,17 @@ class CudaGate:
 
     def step(self) -> None:
         """Let go of what no copy reads any more."""
-        if not (self._back or self._copies or self._marked or self._leaving or self._orphans):
+        if not (self._back or self._fresh or self._copies or self._marked or self._leaving or self._orphans):
             return
-        if not self._turn.acquire(blocking=False):
+        if self._turn.locked():
             return
-        try:
+        with self._turn:  # (after `acquire(blocking=False)` a signal handler may raise, and nobody would release it)
             if not self._driver.capturing():
                 self._mark_returned()
                 self._see_copies()
                 self._see_marks()
                 self._empty_leaving()
                 self._end_orphans()
-        finally:
-            self._turn.release()
 
     def pace(self) -> None:
         """Wait, for a moment, while the device is many batches behind."""
@@ -166,39 +166,44 @@ class CudaGate:
     def _behind(self) -> int:
         return len(self._copies) + len(self._marked)
 
+    # A signal handler may raise in any of these: what they had not finished, the next step goes on with. They take a
+    # slot off their list when it is done, and call nothing in between; see shm/slots.py.
+
     def _see_copies(self) -> None:
         for key, copy in list(self._copies.items()):
             if copy.landed():
-                del self._copies[key]
                 if key in self._unseen:
-                    self._unseen.discard(key)
                     self._let_go(*key)
+                    self._unseen -= {key}
+                del self._copies[key]
 
     def _mark_returned(self) -> None:
-        fresh = []
-        for _ in range(len(self._back)):
-            key = self._back.popleft()
+        back, fresh = self._back, self._fresh
+        while back:
+            key = back[0]
             if key in self._copies:
-                self._unseen.add(key)
+                self._unseen |= {key}
             else:
-                fresh.append(key)
+                fresh += (key,)
+            del back[0]
         if not fresh:
             return
-        marks = self._driver.mark()
-        if marks is None:
-            self._back.extend(fresh)  # the next next() tries again
-        else:
-            self._marked.append((marks, fresh))
+        marks = self._driver.mark()  # None: the next next() tries again
+        if marks is not None:
+            self._marked += ((marks, fresh),)
+            self._fresh = []
 
     def _see_marks(self) -> None:
         while self._marked:
             marks, keys = self._marked[0]
-            marks[:] = [mark for mark in marks if not self._driver.passed(mark)]
+            while marks and self._driver.passed(marks[-1]):
+                del marks[-1]
             if marks:
                 return  # later ones are behind it
-            self._marked.popleft()
-            for key in keys:
-                self._let_go(*key)
+            while keys:
+                self._let_go(*keys[-1])
+                del keys[-1]
+            del self._marked[0]
 
     def _let_go(self, slots: Slots, slot: int) -> None:
         if slot in slots.registered and slots.pages_go_back(slot):
@@ -206,22 +211,25 @@ class CudaGate:
         slots.let_go(slot)
 
     def _empty_leaving(self) -> None:
-        for _ in range(len(self._leaving)):
-            slots, slot = self._leaving.popleft()
+        while self._leaving:
+            slots, slot = self._leaving[0]
             if slot in slots.registered:
                 self._forget(slots, slot)
             slots.put_back(slot)
+            del self._leaving[0]
 
     def _end_orphans(self) -> None:
         while self._orphans:
-            memory, stride, registered = self._orphans.popleft()
-            for slot in registered:
-                self._driver.unregister(memory.address + slot * stride)
+            memory, stride, registered = self._orphans[0]
+            for slot in list(registered):
+                self._driver.unregister(memory.address + slot * stride)  # (once more is refused, and does no harm)
+                del registered[slot]
+            del self._orphans[0]
 
     def _forget(self, slots: Slots, slot: int) -> None:
         """What the driver would not give back, it has lost with its context."""
-        del slots.registered[slot]
         self._driver.unregister(slots.memory.address + slot * slots.stride)
+        del slots.registered[slot]
 
 
 def gate() -> CudaGate | None:

@@ -7,15 +7,12 @@ incident in the report. There is no thread: deaths are noticed, and errors raise
 
 import os
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
@@ -34,10 +31,12 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.stream import Snapshot
 from holdfast.loader.tell import Teller
 from holdfast.loader.totals import totals
+from holdfast.loader.turns import Turns
 from holdfast.loader.weigh import large_parts
 from holdfast.loader.whole import fewer_items, missing, short
 from holdfast.local import forks
 from holdfast.local.cgroups import usable_cpus
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import Parcel, WorkerHandle
 from holdfast.local.raised import Raised
@@ -57,7 +56,7 @@ MORE_THAN_CPUS = 2
 LOOK_S = 0.25
 
 
-class WorkerIterator(_BaseDataLoaderIter):
+class WorkerIterator(Turns, _BaseDataLoaderIter):
     """Iterates over a loader with worker processes."""
 
     def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
@@ -79,7 +78,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._growth = growth_bytes(policy.worker_bytes, self._start)
         context = loader.multiprocessing_context
         self._method: str = (context if context is not None else get_context()).get_start_method()
-        self._profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         self._epoch = -1
         self._next_task = 0
         device = checked(loader._holdfast_device)
@@ -103,7 +101,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         policy, record = self._policy, self._record
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
-        self._finalizer = weakref.finalize(self, self._host.close)
+        self._finalizer = weakref.finalize(self, self._host.close_for_good)
         self._orders = Orders(policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation)
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
@@ -149,13 +147,16 @@ class WorkerIterator(_BaseDataLoaderIter):
         return 1 if straight and self._num_workers >= max(2, usable_cpus()) else 2
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """A new epoch; with persistent workers, in the processes of the last one."""
-        fresh = first_iter
+        """A new epoch; with persistent workers, in the processes of the last one, unless that was torn or stopped."""
+        anew = first_iter or self._inside or self._host.closed
+        self._inside = self._torn = True  # until it has begun
         if not first_iter:
-            self._leave_epoch()
+            if not anew:
+                self._leave_epoch()
             super()._reset(loader)
-            fresh = self._host.closed  # it was stopped, or shut down from outside
-            if fresh:
+            anew = anew or self._host.closed  # it was stopped, or shut down from outside
+            if anew:
+                self._shutdown_workers()
                 self._open_host(loader)
         self._epoch += 1
         # The first epoch is seeded by what torch drew; later ones of persistent workers each by their number.
@@ -164,18 +165,17 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._first_task = self._next_task
         self._orders.begin(self._seed, self._epoch, self._first_task, self._shared_seed)
         self._drained = False
-        self._over = False
         self._began = time.monotonic()
         self._last_words: BaseException | None = None
         self._told = 0  # batches for which next() raised, or of which nothing was left
         if self._ferry is not None:
             self._ferry.clear()
         self._teller.first_task = self._first_task
-        if not fresh:
+        if not anew:
             for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
                 self._host.discard(result)  # of an epoch that was left
-        running = [] if fresh else self._ledger.lives
-        if fresh:
+        running = [] if anew else self._ledger.lives
+        if anew:
             self._crew = Crew(self._num_workers, self._start, self._adapt)
             self._crew.room(*self._host.room)
         self._crew.rest()
@@ -194,15 +194,16 @@ class WorkerIterator(_BaseDataLoaderIter):
         )
         self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._crew)
         self._ready: deque[Deliver] = self._supervisor.ready
-        if not fresh:
+        if not anew:
             self._host.abandon_below(self._next_task)
         self._supervisor.open()
         self._draw()
+        self._inside = self._torn = False
 
     def _leave_epoch(self) -> None:
         """The one before. What was asked of streams is given first, as with torch: a dataset may go on from there."""
         supervisor, limit = self._supervisor, self._timeout or None
-        if not self._iterable or self._host.closed or supervisor.torn:
+        if not self._iterable or self._host.closed:
             return
         began = time.monotonic()
         while supervisor.resolved < self._next_task - self._first_task and supervisor.stop is None:
@@ -231,21 +232,21 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     # The path of a batch -------------------------------------------------------------------------------------------
 
-    def __next__(self) -> Any:
-        if self._profiled():
-            with torch.autograd.profiler.record_function(self._profile_name):
-                return self._next_batch()
-        return self._next_batch()
-
-    def _next_batch(self) -> Any:
+    def _next_batch(self) -> Unpacked | None:
         if self._gate is None:
             return self._deliver() if self._ferry is not None else self._delivered(self._due())
         with self._gate.relaxed():
+            self._again = True  # it waits for the device
             self._gate.step()
             self._gate.pace()
+            self._again = False
             return self._deliver()
 
-    def _deliver(self) -> Any:
+    def _repeatable(self) -> bool:
+        waited, self._host.resting = self._host.resting, False
+        return super()._repeatable() or waited
+
+    def _deliver(self) -> Unpacked | None:
         if self._ferry is None:
             unpacked = self._due()
         else:
@@ -254,7 +255,9 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._draw()
         return self._delivered(unpacked)
 
-    def _delivered(self, unpacked: Unpacked) -> Any:
+    def _delivered(self, unpacked: Unpacked | None) -> Unpacked | None:
+        if unpacked is None or unpacked.error is not None:
+            return unpacked
         counts = self._record.counts
         counts["samples"] += unpacked.samples
         counts["batches"] += 1
@@ -263,26 +266,26 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._record.kept_in.write_totals(self._stats)
         if self._iterable and self._IterableDataset_len_called is not None:
             self._warn_of_length()
-        return unpacked.batch
+        return unpacked
 
-    def _due(self) -> Unpacked:
-        """The next one, when it has come."""
+    def _due(self) -> Unpacked | None:
+        """The next one, when it has come, or what is to be raised; None at the end."""
         supervisor, ready = self._supervisor, self._ready
-        if supervisor.torn:
-            raise LoaderTorn(
-                "an interrupt (Ctrl-C, a signal handler that raised) hit this loader in the middle of its "
-                "bookkeeping\n    try    make a new iterator: iter(loader)"
-            )
         while True:
             if not ready:
-                self._wait()
+                lost = self._wait()
+                if lost is not None:
+                    return Unpacked(error=lost)
             while supervisor.notes:
                 self._teller.incident(supervisor.notes.popleft())
             if supervisor.stop is not None:
-                self._raise_stop()
+                return Unpacked(error=self._stopped())
             if not ready:
+                self._again = True  # it waits for workers to leave
                 self._end()
-                raise self._not_whole() or StopIteration
+                self._again = False
+                lost = self._not_whole()
+                return None if lost is None else Unpacked(error=lost)
             unpacked = self._take()
             if unpacked is not None:
                 return unpacked
@@ -302,17 +305,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         samples = self._orders.take(task)
         if not self._drained and self._ferry is None:
             self._draw()
-        try:
-            unpacked = self._open(task, samples, result)
-        except Exception:
-            self._told += 1
-            raise
-        if unpacked is None:
+        unpacked = self._open(task, samples, result)
+        if unpacked is None or unpacked.error is not None:
             self._told += 1
         return unpacked
 
-    def _wait(self) -> None:
-        """Until a batch is ready, or nothing is left to wait for."""
+    def _wait(self) -> HoldfastError | None:
+        """Until a batch is ready, or nothing is left to wait for; the error when that is in vain."""
         supervisor, ready, limit = self._supervisor, self._ready, self._timeout or None
         began = time.monotonic()
         while not ready and supervisor.stop is None:
@@ -321,13 +320,13 @@ class WorkerIterator(_BaseDataLoaderIter):
                 if supervisor.resolved == self._next_task - self._first_task:
                     break
             if self._host.closed:
-                raise LoaderTorn(
+                return LoaderTorn(
                     "the workers of this loader were shut down in the middle of an epoch: what was to come is lost\n"
                     "    try    make a new iterator: iter(loader)"
                 )
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
-                raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
+                return BatchTimeout(f"DataLoader timed out after {limit} seconds")
             if self._in_order:
                 self._host.want(self._first_task + supervisor.resolved)
             supervisor.step(left)
@@ -339,6 +338,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._record.waited_s += waited
         if began + waited >= self._look_at:
             self._look(0.0)
+        return None
 
     def _look(self, waiting_s: float) -> None:
         """Are there as many workers as there should be?"""
@@ -374,17 +374,20 @@ class WorkerIterator(_BaseDataLoaderIter):
             supervisor.tell(drawn)
 
     def _open(self, task: int, samples: int, result: object) -> Unpacked | None:
-        """The batch; None where nothing was left of it. Raises what the user must see."""
+        """The batch, or what the user must see in its place; None where nothing was left of it."""
         if isinstance(result, Lost):
-            raise self._teller.lost(result)
+            return Unpacked(error=self._teller.lost(result))
         if isinstance(result, Short):
-            raise short(result)
+            return Unpacked(error=short(result))
         assert isinstance(result, Parcel)
-        # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
-        content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
+        try:
+            # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
+            content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
+        except Exception as error:  # the user's __setstate__, say
+            return self._own(error)
         if result.failed:
             self._orders.items.pop(result.worker, None)
-            raise self._teller.failure(content, task - self._first_task, result.worker)
+            return Unpacked(error=self._teller.failure(content, task - self._first_task, result.worker))
         notes, batch = content
         if notes is not None:
             samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
@@ -392,29 +395,26 @@ class WorkerIterator(_BaseDataLoaderIter):
                 return None
         if self._gate is not None and self._gate.refused is not None:
             self._teller.not_registered(self._gate.refused)
-        if self._pin_memory:
-            batch = self._pinned(batch)
-        elif self._plain_device is not None:
-            batch = moved(batch, self._plain_device)
+        try:
+            if self._pin_memory:
+                batch = self._pinned(batch)
+            elif self._plain_device is not None:
+                batch = moved(batch, self._plain_device)
+        except Exception as error:
+            return self._own(error)
         return Unpacked(batch, samples, result)
+
+    def _own(self, error: Exception) -> Unpacked:
+        """An error of this batch's own: the next call goes on with the next one."""
+        if raised_by_handler(error):
+            raise error
+        return Unpacked(error=error)
 
     def _pinned(self, batch: Any) -> Any:
         """What lies in a registered slot is pinned already; small leaves are not, nor what the user's types hold."""
         if self._gate is not None and self._gate.capturing():
             return batch  # torch would have to ask the driver
         return pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-
-    def _warn_of_length(self) -> None:
-        if self._num_yielded <= (self._IterableDataset_len_called or 0):
-            return
-        warnings.warn(
-            f"Length of IterableDataset {self._dataset} was reported to be {self._IterableDataset_len_called}"
-            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
-            "For multiprocessing data-loading, this could be caused by not properly configuring the "
-            "IterableDataset replica at each worker. Please see "
-            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples.",
-            stacklevel=4,
-        )
 
     # What the user is told -----------------------------------------------------------------------------------------
 
@@ -438,23 +438,20 @@ class WorkerIterator(_BaseDataLoaderIter):
         elif snapshot is not None:
             self._orders.snapshots[worker] = snapshot
 
-    def _raise_stop(self) -> None:
-        raise self._stopped()
-
     def _stopped(self) -> BaseException:
         """Going on would not help: the exception to raise. All processes are ended."""
         stop = self._supervisor.stop
         assert stop is not None
-        if not self._over:
-            self._over = True
+        if self._last_words is None:
             self._hear_all([*self._ready, *stop.results])
             self._last_words = (
                 self._teller.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
                 if isinstance(stop.event, BootFailed)
                 else self._teller.stop(stop)
             )
-            self._finalizer()
-        assert self._last_words is not None
+        self._again = True
+        self._close_host()
+        self._again = False
         return self._last_words
 
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
@@ -479,7 +476,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _end(self) -> None:
         self._record.need, self._record.wish = self._host.need, self._crew.wish if self._adapt else 0
-        self._record.ran_s += time.monotonic() - self._began
+        ran_s = time.monotonic() - self._began
         if self._ferry is not None:
             self._ferry.clear()
         if not self._persistent_workers:
@@ -488,6 +485,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._record.kept_in.write_totals(self._stats, running=False)
         if self._gate is not None:
             self._gate.step()  # what those workers had is unregistered now, not when some other loader runs
+        self._record.ran_s += ran_s
 
     @property
     def _workers(self) -> list[WorkerHandle]:
@@ -502,9 +500,14 @@ class WorkerIterator(_BaseDataLoaderIter):
         """End all processes of this iterator."""
         if self._finalizer.alive:
             self._record.workers.end()
-        self._finalizer()
+        self._close_host()
         for silence in self._host.leftovers():
             self._teller.incident(silence)
+
+    def _close_host(self) -> None:
+        """May be called again where it was cut short."""
+        self._host.close()
+        self._finalizer.detach()
 
     def close_in_child(self) -> None:
         """In a forked child of the trainer. Another class asks nothing of the path of a batch."""

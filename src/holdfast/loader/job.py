@@ -22,7 +22,7 @@ from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.collating import Overseer, is_torchs
-from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
+from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import Left, Place, StreamFetcher
@@ -184,7 +184,7 @@ class LoaderJob:
                 recipe.auto_collation,
                 recipe.policy,
                 words=pulse.words,
-                catch=BaseException,
+                catch=everything,
                 reseed=True,
                 may_leave=True,
                 growth_bytes=recipe.growth_bytes,
@@ -306,7 +306,7 @@ class LoaderJob:
             recipe.policy,
             self._stream_seeder(base_seed),
             words=self._pulse.words,
-            catch=BaseException,
+            catch=everything,
         )
 
     def _stream_seeder(self, base_seed: int) -> Callable[[int], None]:

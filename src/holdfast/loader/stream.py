@@ -24,7 +24,7 @@ import torch
 
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
-from holdfast.loader.fetch import Failed, Trouble
+from holdfast.loader.fetch import Caught, Failed, Trouble, errors, everything
 from holdfast.loader.shapes import differing
 from holdfast.local.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.local.raised import Raised, capture
@@ -65,7 +65,7 @@ class StreamFetcher:
         seed: Callable[[int], None],
         *,
         words: Any = None,
-        catch: type[BaseException] = Exception,
+        catch: Callable[[], Caught] = errors,
     ) -> None:
         self._dataset = dataset
         self._collate = collate_fn
@@ -75,6 +75,7 @@ class StreamFetcher:
         self._seed = seed
         self._words: memoryview = new_words() if words is None else words
         self._catch = catch
+        self._kind: type[BaseException] = BaseException if catch is everything else Exception
         self._items: Iterator[Any] | None = None
         self.ended = False
         self.number = 0  # of the batch that comes next
@@ -94,7 +95,7 @@ class StreamFetcher:
             self._words[SINCE] = time.monotonic_ns()
             try:
                 self._items = iter(self._dataset)
-            except self._catch as error:
+            except self._catch() as error:
                 self.ended = True
                 raise Failed(error, 0, None, Stage.FETCH, 1) from error
 
@@ -144,7 +145,7 @@ class StreamFetcher:
                 items: Any = self._items
                 items.load_state_dict(pickle.loads(packed))
                 self._lives_there = self._is_at(items, packed)
-        except self._catch:  # user code; what it has changed shows in the fingerprint
+        except self._catch():  # user code; what it has changed shows in the fingerprint
             self._items, self.ended = None, False
             return False
         return True
@@ -153,7 +154,7 @@ class StreamFetcher:
         """The state that it was given is its own now, and not only kept until somebody iterates."""
         try:
             return bool(owner.state_dict() == pickle.loads(packed))
-        except self._catch:  # perhaps nothing that can be compared
+        except self._catch():  # perhaps nothing that can be compared
             return False
 
     def snapshot(self) -> Snapshot | Raised | None:
@@ -171,7 +172,7 @@ class StreamFetcher:
             owner: Any = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
             if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
                 self._held = self.number, self.items, self.print, cloudpickle.dumps(owner.state_dict(), 5)
-        except self._catch as error:
+        except self._catch() as error:
             self._snapshot_at = float("inf")
             self._held = capture(error)
         return held
@@ -245,19 +246,19 @@ class StreamFetcher:
                 item = next(self._items)
             except StopIteration:
                 raise
-            except self._catch as error:
+            except self._catch() as error:
                 if type(self._items) is GeneratorType:
                     self.ended = True
-                    with suppress(self._catch):  # notes of the user's that are no list, attributes that cannot be set
+                    with suppress(self._kind):  # notes of the user's that are no list, attributes that cannot be set
                         BaseException.add_note(error, _FINISHED)
                     raise Failed(error, position, None, Stage.FETCH, 1) from error
                 if self._policy.bad_sample == "skip":
-                    troubles.append(Trouble(position, None, 1, 0.0, capture(error, catch=self._catch), "skipped"))
+                    troubles.append(Trouble(position, None, 1, 0.0, capture(error, catch=self._kind), "skipped"))
                     continue
                 raise Failed(error, position, None, Stage.FETCH, 1) from error
             try:
                 self.print = fingerprint(item, self.print)
-            except self._catch:  # user code, or a kind of tensor that cannot be asked
+            except self._catch():  # user code, or a kind of tensor that cannot be asked
                 self.print = zlib.crc32(type(item).__name__.encode(), self.print)
             return item
 
@@ -267,8 +268,8 @@ class StreamFetcher:
         self._words[SINCE] = time.monotonic_ns()
         try:
             return self._collate(items)
-        except self._catch as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._catch)) from error
+        except self._catch() as error:
+            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._kind)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:

@@ -47,6 +47,7 @@ class Answers:
             os.set_blocking(self.pipe_w, False)  # a worker that has to wait says so in its pulse
             self.files_w.setblocking(False)
             undo.pop_all()
+        self._open = [self.pipe, self.pipe_w]  # to be closed
 
     def abandon_below(self, task: int) -> None:
         """Marks of tasks before this one do not count any more."""
@@ -138,12 +139,15 @@ class Answers:
             self._taken[RECORD.unpack(data)] = fds[0] if fds else -1
 
     def close(self) -> None:
-        """What nobody has asked for goes, too."""
-        self._take_files()
-        fds = (self.pipe, self.pipe_w, *(fd for fd in self._taken.values() if fd >= 0))
+        """What nobody has asked for goes, too. May be called again where a signal handler raised."""
+        if self._files.fileno() >= 0:
+            self._take_files()
+        self._open += [fd for fd in self._taken.values() if fd >= 0]
+        self._taken = {}
         self.pipe = self.pipe_w = -1
-        self._taken.clear()
-        for fd in fds:
+        while self._open:
+            fd = self._open[-1]
+            del self._open[-1]  # first: it must not be closed twice
             os.close(fd)
         self._files.close()
         self.files_w.close()

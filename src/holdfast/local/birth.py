@@ -179,8 +179,9 @@ def fork_keeper(orders: Orders, job: Job) -> int:
     """The pid of a keeper that is a fork of this process."""
     flush_output()  # or a worker would print our unwritten text again
     pid = 0
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
         pid = os.fork()
         if pid == 0:
             _keep(orders, job, before)

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, assert_never
 
 from holdfast.core.host import Room, Silence
@@ -23,7 +22,7 @@ from holdfast.local.answers import Answers
 from holdfast.local.cradle import Orders
 from holdfast.local.evidence import Evidence, facts_of
 from holdfast.local.journals import Journals
-from holdfast.local.leash import Leash
+from holdfast.local.leash import FOUND_S, Leash
 from holdfast.local.lifeline import BEGINNING, STAYING, Lifeline, Parcel, WorkerHandle, begin_life, exit_code
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, WANTED, Pulse
@@ -73,7 +72,8 @@ class LocalHost:
     ) -> None:
         """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
         bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
-        sent and not begun may be wanted back. `fixed`: no worker can do the work of another. `enough`: slots of a worker, see shm/desk.py.
+        sent and not begun may be wanted back. `fixed`: no worker can do the work of another. `enough`: slots of a
+        worker, see shm/desk.py.
         """
         self._fixed = fixed
         self._enough = enough
@@ -91,8 +91,11 @@ class LocalHost:
         self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
-        self._closed = True
-        self._opened = ExitStack()  # closes what `open` has opened
+        self.resting = False  # it waits, and nothing is half done: what a signal handler raises now does no harm
+        self._closed = self._over = True
+        self._parts: list[Answers | Vigil] = []  # to be closed
+        self._pulse_fd = -1
+        self.pulses: list[Pulse] = []
         self.workers = [WorkerHandle(self, i) for i in range(workers)]
 
     # Opening and closing -------------------------------------------------------------------------------------------
@@ -100,35 +103,34 @@ class LocalHost:
     def open(self) -> None:
         """All of it, or nothing: whatever fails half-way, or interrupts it, leaves nothing open."""
         self._thread = threading.get_ident()
-        with ExitStack() as opened:
-            self._open(opened)
-            self._opened, self._closed = opened.pop_all(), False
-
-    def _open(self, opened: ExitStack) -> None:
-        workers = len(self._lifelines)
+        self._over = False
         try:
-            self._answers = Answers(self._lifelines, self.marks, self.items, self._journals)
-            opened.callback(self._answers.close)
-            self._vigil = Vigil(self._answers.pipe)
-            opened.callback(self._vigil.close)
-            self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
-            opened.callback(self._close_pulses)
-            memory = Memory(self._pulse_fd, workers * PAGE)
-            self.pulses = [Pulse(memory, i) for i in range(workers)]
-            opened.callback(forks.forget, self)
-            forks.watch(self)
-            self._leash.launch(self._orders)
-            opened.callback(self._leash.end, 0.0)
-            self._vigil.begin(self._leash.control.fileno())
-            others = workers - 1 if self._fixed else 0  # all of them must begin, or none can
-            linux.need_descriptors(BEGINNING + others * STAYING)
-        except OSError as error:
-            error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error))))
+            self._open()
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error))))
+            self.close(0.0)
             raise
+        self._closed = False
+
+    def _open(self) -> None:
+        workers = len(self._lifelines)
+        self._answers = Answers(self._lifelines, self.marks, self.items, self._journals)
+        self._parts.append(self._answers)
+        self._vigil = Vigil(self._answers.pipe)
+        self._parts.append(self._vigil)
+        self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
+        memory = Memory(self._pulse_fd, workers * PAGE)
+        self.pulses = [Pulse(memory, i) for i in range(workers)]
+        forks.watch(self)
+        self._launch()
+        others = workers - 1 if self._fixed else 0  # all of them must begin, or none can
+        linux.need_descriptors(BEGINNING + others * STAYING)
 
     def _close_pulses(self) -> None:
         pulses, self._pulse_fd = self._pulse_fd, -1
-        os.close(pulses)
+        if pulses >= 0:
+            os.close(pulses)
         self.pulses.clear()  # and with them their mapping
 
     def _launch(self) -> None:
@@ -154,17 +156,32 @@ class LocalHost:
         )
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        if self._closed or os.getpid() != self._owner:
+        """May be called again where a signal handler raised: it goes on with what is left."""
+        if self._over or os.getpid() != self._owner:
             return
         self._closed = True
-        with self._opened:
-            forks.forget(self)
+        forks.forget(self)
+        if self._leash.launched:
             if not self._leash.tell(StopAll(grace_s), patience_s=HEAR_S):
                 grace_s = 0.0  # the keeper is gone already
             for worker in range(len(self._lifelines)):
                 self._end_lifeline(worker)
+            self._leash.find(FOUND_S)
             self._leash.gone(grace_s + 3.0)
             self._hear_last_words()
+            self._leash.end(0.0)
+        for part in self._parts:
+            part.close()
+        self._close_pulses()
+        self._over = True
+
+    def close_for_good(self) -> None:
+        """As `close`, where nobody would call again, and Python only prints what is raised."""
+        try:
+            self.close()
+        except BaseException:
+            self.close(0.0)
+            raise
 
     def close_in_child(self) -> None:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
@@ -351,7 +368,9 @@ class LocalHost:
             raise HoldfastError("these workers have been ended: nothing more will come from them")
         vigil, leash = self._vigil, self._leash
         while not self._events and not vigil.rung:
+            self.resting = True
             ready = vigil.wait(min(limit, leash.due))
+            self.resting = False
             control = leash.control.fileno()
             for fd, _ in ready:
                 if fd == control:

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 
 from holdfast.local import birth, linux
 from holdfast.local.cradle import Orders
-from holdfast.local.wire import MOST_BYTES, Message, decode, encode
+from holdfast.local.wire import MOST_BYTES, KeeperUp, Message, decode, encode
 from holdfast.local.worker import Job
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
@@ -26,6 +26,8 @@ READY_S = 10.0
 _FULL = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 # How often a full socket is tried again. The keeper takes an order in a few milliseconds: it forks a worker for it.
 AGAIN_S = 0.005
+# A keeper whose pid nobody noted says it within that time.
+FOUND_S = 3.0
 # A keeper that takes no order for so long hangs. (A spawned one may import for minutes first.)
 DEAF_S = 300.0
 
@@ -64,8 +66,14 @@ class Leash:
                     self.pid = self._process.pid or 0
                     self.due = float("inf")
         except BaseException:
+            self.find(FOUND_S)
             self.end(0.0)
             raise
+
+    @property
+    def launched(self) -> bool:
+        """There has been a keeper, or nearly."""
+        return bool(self._ends)
 
     def close_in_child(self) -> bool:
         """In a forked child: it has no keeper. True in the keeper itself, which has its end of the socket."""
@@ -78,6 +86,15 @@ class Leash:
     def came_up(self) -> None:
         """It has said so."""
         self.due = float("inf")
+
+    def find(self, patience_s: float) -> None:
+        """A signal handler raised right after a fork: the keeper is there, and nobody noted its pid. It says that."""
+        while not self.pid and self.control.fileno() >= 0 and self.wait_for_word(patience_s):
+            word = self.next_word()
+            if isinstance(word, KeeperUp):
+                self.pid = word.pid
+            elif word is None:
+                return  # nobody is there
 
     @property
     def late(self) -> bool:

@@ -19,6 +19,7 @@ import cloudpickle
 
 from holdfast.errors import RemoteTraceback, SampleError, legible
 from holdfast.local.evidence import facts_of
+from holdfast.local.handlers import raised_by_handler
 from holdfast.local.transforms import transform_in
 
 T = TypeVar("T")
@@ -145,9 +146,9 @@ def rebuild(raised: Raised) -> BaseException | None:
     """Which process: the trainer. The exception, or None when its class does not exist here."""
     try:
         return _rebuilt(raised)
-    except KeyboardInterrupt:
-        raise  # may be a Ctrl-C
-    except BaseException:
+    except BaseException as error:
+        if raised_by_handler(error):  # a Ctrl-C, say
+            raise
         return None  # said so in the SampleError that is raised instead
 
 

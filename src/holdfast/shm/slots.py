@@ -16,6 +16,12 @@ A lent slot is free again when the last view of it has died. Views are tensors a
 them; they all hold on to one object, the *exporter*, and a weak reference to that tells us, in whatever thread. It is
 free at once: the sooner, the fewer slots are in use.
 
+A signal handler of the user's may raise in that very moment. Python then prints what was raised and goes on, so nobody
+would tell us again. It looks for signals at the start of a Python function, after a call and at the end of a loop's
+round, and nowhere else. So the first callback is no Python function: `deque.append` notes the slot. The second frees
+what is noted; it can be cut short, and the next one goes on with it. What is freed is taken off the note without any
+call in between.
+
 A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
 again before the child is gone: it holds the writing end of a pipe, whose end of file tells. Several threads may fork
 at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
@@ -58,10 +64,11 @@ def states_of(memory: Memory, count: int) -> memoryview:
 
 
 class Lent(weakref.ref[ctypes.Array[ctypes.c_char]]):
-    """To the exporter of a slot that is lent."""
+    """To the exporter of a slot that is lent. `then`: a second one, whose callback follows."""
 
-    __slots__ = ("slot",)
+    __slots__ = ("slot", "then")
     slot: int
+    then: "weakref.ref[ctypes.Array[ctypes.c_char]]"
 
 
 class ForkGuard:
@@ -112,7 +119,8 @@ class Gate(Protocol):
     """Between the last view of a slot and its next use, where a device may still read it."""
 
     def hold(self, slots: "Slots", slot: int) -> None:
-        """The last view has died. Calls `let_go` when no copy can be in flight. In any thread; only notes it."""
+        """The last view has died. Calls `let_go` when no copy can be in flight. In any thread; only notes it, and
+        calls nothing after that."""
 
     def register(self, slots: "Slots", slot: int, size: int) -> bool:
         """The device may read the first `size` bytes from now on. In the trainer's thread, before they are lent."""
@@ -133,7 +141,8 @@ class Slots:
         self._armed = True
         self._states = states_of(memory, count)
         self._boxes = list(range(count, count + busy))[::-1]
-        self._back: deque[int] = deque()
+        self._back: deque[Lent] = deque()  # nobody looks at these any more
+        self._turn = [None]  # of those who take them from there: empty while one does
         self.lent: dict[int, Lent] = {}  # what the user looks at, or did a moment ago
         self._came_back = self._returner()
         # What each child may see: slots, or None for all while its fork is under way.
@@ -165,17 +174,17 @@ class Slots:
             return None
         exporter = self._exporter.from_address(self.memory.address + slot * self.stride)
         exporter.slots = self  # type: ignore[attr-defined]  # the mapping lives as long as any view
-        lent = self.lent[slot] = Lent(exporter, self._came_back)
-        lent.slot = slot
+        then = weakref.ref(exporter, self._came_back)
+        lent = self.lent[slot] = Lent(exporter, self._back.append)  # the younger one is called first
+        lent.slot, lent.then = slot, then
         return memoryview(exporter).cast("B")
 
-    def _returner(self) -> Callable[[Lent], None]:
+    def _returner(self) -> Callable[[object], None]:
         me = weakref.ref(self)  # a strong one would be a cycle around the mapping
 
-        def back(lent: Lent) -> None:
+        def back(_: object) -> None:
             slots = me()
-            if slots is not None and slots._armed:
-                slots._back.append(lent.slot)
+            if slots is not None:
                 slots._reclaim()
 
         return back
@@ -195,7 +204,8 @@ class Slots:
     def let_go(self, slot: int) -> None:
         """A lent slot may be used again."""
         self.put_back(slot)
-        self.lent.pop(slot, None)  # after it is free: what is lent and what is claimed must fit together
+        if slot in self.lent:
+            del self.lent[slot]  # after it is free: what is lent and what is claimed must fit together
 
     def pages_go_back(self, slot: int) -> bool:
         """True when pages of a registered slot are worth giving to the system."""
@@ -214,19 +224,27 @@ class Slots:
             self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
 
     def _reclaim(self) -> None:
-        """In any thread: whoever takes a slot out of the deque, alone puts it back."""
-        for _ in range(len(self._back)):
-            try:
-                slot = self._back.popleft()
-            except IndexError:
-                return  # another thread was here
-            if self._guards and self._is_seen(slot):
-                self._back.append(slot)
-                continue
-            if self._gate is None:
-                self.let_go(slot)
-            else:
-                self._gate.hold(self, slot)
+        """In any thread, in one at a time: free what nobody looks at any more, or give it to the gate."""
+        if not self._armed:
+            return
+        try:
+            del self._turn[0]
+        except IndexError:
+            return  # another thread is here, or this one further up
+        try:
+            back = self._back
+            for _ in range(len(back)):
+                slot = back[0].slot
+                if self._guards and self._is_seen(slot):
+                    back.rotate(-1)
+                    continue
+                if self._gate is None:
+                    self.let_go(slot)
+                else:
+                    self._gate.hold(self, slot)
+                del back[0]  # nothing is called between this and the end of what was called: see the module
+        finally:
+            self._turn = [None]
 
     def _is_seen(self, slot: int) -> bool:
         """True when some child may see it. (Each step is one for all threads: others fork, and reclaim, meanwhile.)"""

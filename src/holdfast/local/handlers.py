@@ -1,0 +1,44 @@
+"""Did a signal handler raise this?
+
+Between the user's code and us an exception says only what it is, not where it comes from. One that a handler of the
+trainer's raised (an alarm, a scheduler's warning) may come out of any line, and is nobody's mistake there.
+"""
+
+import functools
+import signal
+from types import CodeType, TracebackType
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """True if a handler that is installed now is among the frames which raised it, or if nobody can tell.
+
+    A handler that the user's code had installed for itself, and has taken away by now, is part of that code.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    codes: list[CodeType] = []
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            code = _code_of(handler)
+            if code is None:
+                return True
+            codes.append(code)
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in codes:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """None where it is not Python's."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    called = vars(type(handler)).get("__call__")
+    for function in (handler, getattr(handler, "__func__", None), called):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None
