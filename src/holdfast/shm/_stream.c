@@ -300,7 +300,7 @@ static PyObject *same(PyObject *module, PyObject *const *args, Py_ssize_t count)
         PyErr_Clear();
         Py_RETURN_FALSE;
     }
-    PyObject *wanted = PyObject_GetAttr(args[0], requires_grad);
+    PyObject *wanted = requires_grad->get(args[0], requires_grad->closure);
     Py_XDECREF(wanted); /* True and False live for ever */
     PyErr_Clear();
     return PyBool_FromLong(wanted == Py_False);
