@@ -181,19 +181,19 @@ def fork_keeper(orders: Orders, job: Job) -> int:
     pid = 0
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
-        pid = os.fork()
-        if pid == 0:
-            _keep(orders, job, before)
-    finally:
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
+            pid = os.fork()
+            if pid == 0:
+                _keep(orders, job, before)
+        finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        except BaseException:  # the handler of a signal that came meanwhile: nobody would know of the keeper
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-                linux.wait_for_exit(pid, 3.0)
-            raise
-    return pid
+        return pid
+    except BaseException:  # of the handler of a signal that came meanwhile: nobody would know of the keeper
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            linux.wait_for_exit(pid, 3.0)
+        raise
 
 
 def _keep(orders: Orders, job: Job, mask: Any) -> None:

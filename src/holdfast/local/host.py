@@ -342,7 +342,8 @@ class LocalHost:
 
     def ring(self) -> None:
         """From any thread: whoever waits stops waiting, with or without an event."""
-        self._vigil.ring()
+        if not self._closed:
+            self._vigil.ring()
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         self._thread = threading.get_ident()

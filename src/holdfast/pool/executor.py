@@ -250,8 +250,8 @@ class Pool(Executor):
         # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
         dropped = weakref.finalize(self, dispatcher.close)
         dropped.atexit = False
-        atexit.register(dispatcher.finish)
         try:
+            atexit.register(dispatcher.finish)
             dispatcher.start()
         except BaseException:
             dropped.detach()
