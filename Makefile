@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Tests start hundreds of interpreters: without compiled modules each takes a second longer.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint soak-ledger causes bench bench-auto bench-pool parity-pool notebook compat clean
+.PHONY: demo test test-all lint soak-ledger soak-interrupts causes bench bench-auto bench-pool parity-pool notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,10 @@ lint: $(VENV)/ready
 soak-ledger: $(VENV)/ready
 	HOLDFAST_SCHEDULES=100000 $(BIN)/python -m pytest tests/core/test_schedules.py --timeout 0
 	$(BIN)/python -m tests.core.soak 10000
+
+# 10,000 signal handlers that raise inside next(), and as many timers; twenty minutes.
+soak-interrupts: $(VENV)/ready
+	$(BIN)/python -W ignore -m tests.faults.interrupts 10000
 
 # Every cause that can be made here, on real processes, against the finding that is named: a confusion matrix. Some need
 # libraries of others (in a folder beside), root, btrfs-progs, a JVM, py-spy or a GPU: what is not there is said.

@@ -147,7 +147,7 @@ class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):
 
 
 class LoaderTorn(HoldfastError, RuntimeError):
-    """An exception from outside (Ctrl-C, a signal handler) hit in the middle of the bookkeeping."""
+    """An exception from outside (Ctrl-C, a signal handler) hit in the middle of the bookkeeping, or in the sampler."""
 
 
 class WrongProcess(HoldfastError, RuntimeError):

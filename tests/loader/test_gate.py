@@ -13,6 +13,7 @@ from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.slots import Slots, states_of, strides_for
 
 from ..conftest import mappings
+from ..interrupt import Alarm, Interrupt, handler_raises
 
 STRIDE = 1 << 21
 COUNT, BUSY = 6, 3
@@ -322,3 +323,29 @@ def test_a_mark_that_is_refused_is_tried_again(slots, gate, device, monkeypatch)
     monkeypatch.undo()
     gate.step()
     assert is_free(slots, slot)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_that_a_signal_handler_cuts_short_loses_no_slot(slots, gate):
+    """The next step goes on with it."""
+    for moment in range(1, 2000):
+        pairs = [lent(slots, gate), lent(slots, gate)]
+        copy = Copy()
+        gate.copying(slots, pairs[0][0], copy)
+        copy.done = True
+        names = [slot for slot, _ in pairs]
+        with handler_raises(Alarm):
+            try:
+                with Interrupt(moment) as interrupt:
+                    del pairs
+                    gate.step()
+            except Alarm:
+                pass
+        slots._reclaim()
+        gate.step()
+        gate.step()
+        assert all(is_free(slots, slot) for slot in names) and not slots.lent and not gate._behind
+        assert not gate._unseen and not gate._back
+        if interrupt.seen < moment:
+            break
+    assert moment > 100

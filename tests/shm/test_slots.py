@@ -9,6 +9,8 @@ from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, stride_for, strides_for
 
+from ..interrupt import Alarm, Interrupt, handler_raises
+
 STRIDE = 1 << 21
 
 
@@ -113,3 +115,25 @@ def test_strides_fit_the_room(count):
     stride = stride_for(count)
     assert stride >= SMALLEST_STRIDE
     assert stride * count <= 1 << 40
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_slot_is_found_again_whose_way_back_a_signal_handler_cut_short(slots):
+    """Python prints what is raised in a weak reference's callback, and nobody is told of that slot a second time."""
+    cut = 0
+    for moment in range(1, 200):
+        slot = slots.take()
+        views = [slots.lend(slot)]
+        with handler_raises(Alarm):
+            try:
+                with Interrupt(moment) as interrupt:
+                    views.clear()
+            except Alarm:
+                pass
+        cut += bool(slots.lent)
+        assert slots.take() == slot, "it is lost"
+        slots.put_back(slot)
+        assert not slots.lent
+        if interrupt.seen < moment:
+            break
+    assert cut > 5
