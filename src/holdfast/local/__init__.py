@@ -8,6 +8,7 @@ journals     what a dead worker had loaded, for its next life
 leash        its hold on the keeper: process and socket
 vigil        the wait for all of them
 forks        what happens when the trainer forks
+handlers     did a signal handler raise this?
 birth        how a keeper comes to be
 witness      who signals the trainer
 
