@@ -211,7 +211,7 @@ class Send(NamedTuple):
     """Hand a task to a worker.
 
     `bad`: positions known to kill; leave them out or replace them. `alone`: load the samples one by one.
-    `number`: the how-maniest batch of this worker's stream it is (iterable datasets). `stay`: up to this position
+    `number`: the batch's number in this worker's stream (iterable datasets). `stay`: up to this position
     it must not leave for a fresh worker any more: that was tried.
     """
 
@@ -258,7 +258,7 @@ class Renew(NamedTuple):
 class Note(NamedTuple):
     """An incident: what happened, what was done about it, and the standing of the sample it happened on.
 
-    `spare`: it was not that sample, but the how-maniest in its place; 0 where it was itself.
+    `spare`: which sample in its place it was, counted from 1; 0 for the sample itself.
     """
 
     event: Exited

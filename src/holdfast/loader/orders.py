@@ -96,7 +96,7 @@ class Orders:
     def sample_of(self, task: int, position: int, spare: int = 0) -> tuple[object, Again | None]:
         """Which sample that is, and how to load it again; None where there is none to name.
 
-        `spare`: the how-maniest in its place, or 0 for itself.
+        `spare`: which sample in its place it is, counted from 1; 0 for the sample itself.
         """
         told = self._at_hand[1] if task == self._at_hand[0] else self._asked.get(task)
         if not told or position < 0:

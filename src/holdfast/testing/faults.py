@@ -156,7 +156,7 @@ class Saboteur(Dataset[Any]):
 
 
 class StreamSaboteur(IterableDataset[Any]):
-    """The same for an iterable dataset: `at` maps the how-maniest item of a worker to a fault."""
+    """The same for an iterable dataset: `at` maps an item's number in its worker's stream to a fault."""
 
     def __init__(self, dataset: Any, at: Mapping[int, str], once: str | None = None) -> None:
         self.dataset = dataset
