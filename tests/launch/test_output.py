@@ -6,10 +6,18 @@ import time
 from holdfast.launch.output import KEPT_LINES, LONGEST, Output
 
 
+def pipes_of(output, rank):
+    """The rank's ends."""
+    ends = []
+    output.pipes(rank, ends)
+    return ends
+
+
 def printed(tmp_path, *pieces, prefixed=True, rank=0, hold=False):
     """An Output after these pieces were written to the rank's stdout; `hold`: somebody keeps the pipe open."""
     output = Output(2, 1, tmp_path, prefixed)
-    pipes = [output.pipes(rank) for rank in range(2)]
+    output.open()
+    pipes = [pipes_of(output, rank) for rank in range(2)]
     output.start()
     for piece in pieces:
         os.write(pipes[rank][0], piece)
@@ -69,7 +77,8 @@ def test_bytes_that_are_no_text_are_shown_all_the_same(tmp_path, capsys):
 
 def test_a_note_is_in_the_file_alone(tmp_path, capsys):
     output = Output(1, 1, tmp_path, prefixed=False)
-    for fd in output.pipes(0):
+    output.open()
+    for fd in pipes_of(output, 0):
         os.close(fd)
     output.start()
     output.note(0, "Traceback ...")

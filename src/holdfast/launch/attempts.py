@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.launch.output import Output
 from holdfast.launch.parcel import Parcel
 from holdfast.launch.surround import THREADS, Meeting, environment_of, threads_per_rank, too_many
 from holdfast.launch.tell import Attempt
-from holdfast.local.evidence import process_limits
+from holdfast.local.evidence import facts_of
 from holdfast.local.linux import resident_bytes
 from holdfast.local.room import growth_bytes
 from holdfast.policy import Policy
@@ -61,12 +62,24 @@ class Ranks(ProcessContext):
         self._interrupted = False
         self._error: BaseException | None = None
         self._over = threading.Event()
+        self._claim = threading.Lock()  # taken once: by the thread as it begins, or by who gives the start up
+        self._begun = ExitStack()  # ends what the attempt has begun
         self.attempt = 1
         for worry in too_many(nprocs, self._machine, start_method, resident_bytes(os.getpid())):
             log.warning("%s", worry)
-        self._group, self._meeting = self._start()
+
+    def begin(self) -> None:
+        """Start them all. Whoever calls it calls `end` if it raises, whatever that is."""
+        self._start()
         self._thread = threading.Thread(target=self._run, name="holdfast-launch", daemon=True)
         self._thread.start()
+
+    def end(self) -> None:
+        """End what was started. (Thread.start may be interrupted after the thread has begun.)"""
+        if self._claim.acquire(blocking=False):
+            self._begun.close()
+        else:
+            self.stop()
 
     # torch's attributes --------------------------------------------------------------------------------------------
 
@@ -93,10 +106,10 @@ class Ranks(ProcessContext):
 
         `grace_period`: seconds for the others to end by themselves after a failure, and again after SIGTERM.
         """
-        if grace_period is not None:
-            self._grace_s = grace_period
-            self._group.allow(grace_period)
         try:
+            if grace_period is not None:
+                self._grace_s = grace_period
+                self._group.allow(grace_period)
             over = self._over.wait(timeout)
         except BaseException:  # Ctrl-C: nobody waits for the ranks any more
             self.stop()
@@ -121,42 +134,43 @@ class Ranks(ProcessContext):
 
     # Attempts ------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[Group, Meeting]:
-        meeting = Meeting()
+    def _start(self) -> None:
         output = Output(self._nprocs, self.attempt, self._log_dir, prefixed=self._nprocs > 1)
-        group = Group(output)
+        self._group = group = Group(output)
         threads = threads_per_rank(self._nprocs, self._machine.cpus)
         chosen = THREADS in os.environ
         try:
+            self._begun.callback(group.abandon)
+            meeting = self._begun.enter_context(closing(Meeting()))
+            group.open()
+            output.open()
             for rank in range(self._nprocs):
                 env = environment_of(rank, self._nprocs, self.attempt, meeting.port, threads, os.environ)
                 parcel = Parcel(self._fn, self._args)
                 group.start(self._method, self._daemon, parcel, rank, env, None if chosen else threads, self._growth)
-        except BaseException as error:
-            group.abandon()
-            meeting.close()
-            if isinstance(error, OSError):
-                error.add_note("; ".join(("while the ranks were started", *process_limits())))
+        except OSError as error:
+            error.add_note("; ".join(("while the ranks were started", *facts_of(error))))
             raise
-        output.start()
-        return group, meeting
 
     def _run(self) -> None:
         """Which thread: our own. What goes wrong here is raised from `join`."""
+        if not self._claim.acquire(blocking=False):
+            return  # nobody wants them any more
         try:
             while True:
-                self._group.allow(self._grace_s)
-                verdict = self._group.watch()
-                self._meeting.close()
+                with self._begun:
+                    self._group.allow(self._grace_s)
+                    verdict = self._group.watch()
                 if not self._again(verdict):
                     return
                 self.attempt += 1
-                self._group, self._meeting = self._start()
+                self._start()
                 if self._interrupted:
                     self._group.stop(INTERRUPTED_S)
         except BaseException as error:
             self._error = error
         finally:
+            self._begun.close()
             self._over.set()
 
     def _again(self, verdict: Verdict) -> bool:
@@ -207,7 +221,11 @@ def spawn(
     if nprocs < 1:
         raise ValueError(f"nprocs={nprocs}: there must be one rank at least")
     ranks = Ranks(fn, tuple(args), nprocs, daemon, start_method, policy, log_dir, join)
-    if not join:
-        return ranks
-    ranks.join()
-    return None
+    try:
+        ranks.begin()
+        if join:
+            ranks.join()
+        return None if join else ranks
+    except BaseException:  # Ctrl-C, at any moment
+        ranks.end()
+        raise

@@ -10,9 +10,11 @@ import io
 import os
 import select
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess, set_spawning_popen
 from multiprocessing.popen_forkserver import _DupFd as ServerDupFd
@@ -26,25 +28,56 @@ from holdfast.local import linux
 
 # How often is looked where nothing wakes us.
 LOOK_S = 0.005
+# After SIGKILL a process is gone at once.
+KILLED_S = 5.0
+# Descriptors that multiprocessing opens to fork; or to ask its fork server, which it may have to start.
+FORKING, ASKING = 4, 7
 
 
 class _Reaped(popen_fork.Popen):
-    """A child of ours. `peak_bytes` is known once it is reaped."""
+    """A child of ours. `peak_bytes` is known once it is reaped. Nothing is left of one whose start fails half-way."""
 
-    pid: int
+    pid: int = 0
     returncode: int | None
     peak_bytes = 0
     status_lost = False
     _ended = False
     _lock: threading.Lock
-    _pidfd: int | None
+    pidfd: int | None = None
+    finalizer: Any = None
 
     def __init__(self, process: BaseProcess) -> None:
         self._lock = threading.Lock()  # several threads may ask at once
-        super().__init__(process)
-        self._pidfd = linux.open_pidfd(self.pid)
-        if self._pidfd is not None:
-            util.Finalize(self, os.close, (self._pidfd,))
+        self._fds: list[int] = []
+        self._closing = util.Finalize(self, _close_all, (self._fds,))
+        try:
+            super().__init__(process)
+            self.pidfd = linux.open_pidfd(self.pid)
+            self._keep_pidfd()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _launch(self, process: BaseProcess) -> None:
+        linux.need_descriptors(FORKING)
+        with _interrupts_kept():
+            super()._launch(process)  # type: ignore[misc]
+
+    def _keep_pidfd(self) -> None:
+        if self.pidfd is not None and self.pidfd not in self._fds:
+            self._fds.append(self.pidfd)
+
+    def _undo(self) -> None:
+        """Nobody will know of this process. One that has not got its text yet ends when its pipe is closed."""
+        self._keep_pidfd()
+        try:
+            if self.pid:
+                self.kill()
+                self.wait(KILLED_S)
+        finally:
+            if self.finalizer is not None:
+                self.finalizer()
+            self._closing()
 
     def wait(self, timeout: float | None = None) -> int | None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -65,12 +98,12 @@ class _Reaped(popen_fork.Popen):
 
     def _wait_for_end(self, most_s: float | None) -> None:
         """By its descriptor: a pipe may be held open by its own children."""
-        if self._pidfd is None or self._ended:
+        if self.pidfd is None or self._ended:
             # A process without descriptor, or one that has ended and whose status the fork server has yet to tell.
             time.sleep(LOOK_S if most_s is None else min(LOOK_S, most_s))
             return
         poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
         self._ended = bool(poll.poll(None if most_s is None else most_s * 1000))
 
     def _reap(self) -> None:
@@ -99,6 +132,35 @@ def _described(process: BaseProcess, popen: Any) -> memoryview:
     return file.getbuffer()
 
 
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Python prints and forgets what is raised in its hooks at a fork, and a Ctrl-C may be raised there, as anywhere.
+    It is raised after the fork.
+    """
+    lost: list[BaseException] = []
+    owner, before = os.getpid(), sys.unraisablehook
+
+    def keep(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if os.getpid() == owner and error is not None and not isinstance(error, Exception):
+            lost.append(error)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    if lost:
+        raise lost[0]
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
 def _tell(fd: int, text: memoryview) -> None:
     """All of it. A process that dies before it has read is noticed as every death is."""
     try:
@@ -123,28 +185,32 @@ class _Spawned(_Reaped):
         return fd
 
     def _launch(self, process: Any) -> None:
+        self.finalizer = self._closing
         tracker = resource_tracker.getfd()
         assert tracker is not None
         text = _described(process, self)
-        self.sentinel, childs_end = os.pipe()
-        childs_text, words = os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, words))  # type: ignore[attr-defined]
+        self._fds += os.pipe()
+        self._fds += os.pipe()
+        self.sentinel, childs_end, childs_text, words = self._fds
         command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=childs_text)
-        try:
-            # Kept, and told the status: subprocess would reap a child whose object is gone.
-            self._child: Any = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=process.out,
-                stderr=process.err,
-                env=process.environment,
-                pass_fds=[*self._passed, tracker, childs_text, childs_end],
-            )
-        finally:
-            os.close(childs_end)
-            os.close(childs_text)
+        # Kept, and told the status: subprocess would reap a child whose object is gone.
+        self._child: Any = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=process.out,
+            stderr=process.err,
+            env=process.environment,
+            pass_fds=[*self._passed, tracker, childs_text, childs_end],
+        )
         self.pid = self._child.pid
+        for _ in (childs_end, childs_text):
+            os.close(self._fds.pop(1))
         _tell(words, text)
+
+    def _undo(self) -> None:
+        if "_child" in self.__dict__:
+            self.pid = self._child.pid
+        super()._undo()
 
     def _reap(self) -> None:
         super()._reap()
@@ -166,9 +232,11 @@ class _Served(_Reaped):
         return len(self._passed) - 1
 
     def _launch(self, process: BaseProcess) -> None:
+        self.finalizer = self._closing
         text = _described(process, self)
-        self.sentinel, words = forkserver.connect_to_new_process(self._passed)
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, words))  # type: ignore[attr-defined]
+        linux.need_descriptors(ASKING)  # the server ends when it is asked by halves
+        self._fds += forkserver.connect_to_new_process(self._passed)
+        self.sentinel, words = self._fds
         _tell(words, text)
         self.pid = forkserver.read_signed(self.sentinel)
 
@@ -216,20 +284,24 @@ class Served(ForkServerProcess):
 KINDS: dict[str, type[Any]] = {"fork": Forked, "spawn": Spawned, "forkserver": Served}
 
 
-def start(
+def process(
     method: str, name: str, daemon: bool, card: Card, parcel: Parcel, out: int, err: int, environment: Mapping[str, str]
 ) -> Any:
-    """A rank's process, started."""
+    """A rank's process, to be started."""
     if method == "forkserver":
         _preload()
     process = KINDS[method](target=live, args=(card, parcel), name=name, daemon=daemon)
     if method == "spawn":
         process.out, process.err, process.environment = out, err, environment
+    return process
+
+
+def start(process: Any, parcel: Parcel) -> None:
+    """Start a rank's process, which has the parcel's descriptor then."""
     try:
         process.start()
     finally:
         parcel.close()
-    return process
 
 
 def _preload() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from holdfast.launch import birth
 from holdfast.launch.cause import How, Verdict, how, judge
@@ -38,7 +39,9 @@ TICK_S = 0.5
 
 
 class Group:
-    """`watch` blocks until all ranks have ended; everything else may be called from any thread meanwhile."""
+    """`open` comes first. `watch` blocks until all ranks have ended; everything else may be called from any thread
+    meanwhile. What has been begun is noted in the same line in which it is begun: an interrupt may come between two.
+    """
 
     def __init__(self, output: Output) -> None:
         self.output = output
@@ -46,20 +49,25 @@ class Group:
         self.grace_s: float | None = None
         """What `join` was told: how long others may take to end by themselves, and then after SIGTERM."""
         self._interrupted_at: float | None = None
-        self._wake, self._waker = os.pipe()
-        self._mine = {self._wake, self._waker}  # the trainer's descriptors
+        self._bell: list[int] = []  # a pipe: who writes into it wakes the watch
+        self._mine: set[int] = set()  # descriptors of the trainer's; the bell's are others
+        self._theirs: list[int] = []  # those of a rank that is being started
+        self._starting: Any = None  # its process
         self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
         self._oom = OomWatch(time.monotonic())
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
         self._killed_at: float | None = None
         self._looked = 0.0
-        self._open = True
         self._closing = threading.Lock()
-        forks.watch(self)
 
     # Birth ---------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """`abandon` undoes it, and all that follows."""
+        self._bell += os.pipe()
+        self._poll.register(self._bell[0], select.POLLIN)
+        forks.watch(self)
 
     def start(
         self,
@@ -72,39 +80,45 @@ class Group:
         growth: int | None,
     ) -> None:
         """One more rank, see `Card`. Raises what starting a process raises."""
-        words, ranks_words = os.pipe()
-        lifeline, alive = os.pipe()[::-1]  # a pipe for each: whom the kernel signals is a property of the pipe's end
-        self._mine |= {words, lifeline}
-        crash, page = new_file("crash", 0), new_file("page", PAGE)
-        out, err = self.output.pipes(number)
-        began = time.monotonic_ns()
+        theirs = self._theirs
+        theirs.append(new_file("crash", 0))
+        theirs.append(new_file("page", PAGE))
+        words = self._pipe()
+        self._pipe(lifeline=True)  # for each: whom the kernel signals is a property of the pipe's end
+        self.output.pipes(number, theirs)
+        crash, page, ranks_words, alive, out, err = theirs
         ends = Ends(out, err, ranks_words, alive, crash, page)
-        try:
-            memory = Memory(page, PAGE)
-            card = Card(number, method, ends, env, threads, growth)
-            process = birth.start(method, f"holdfast-rank-{number}", daemon, card, parcel, out, err, env)
-        except BaseException:
-            os.close(crash)
-            raise
-        finally:
-            for fd in (out, err, ranks_words, alive, page):
-                os.close(fd)
+        began = time.monotonic_ns()
+        memory = Memory(page, PAGE)
+        card = Card(number, method, ends, env, threads, growth)
+        process = birth.process(method, f"holdfast-rank-{number}", daemon, card, parcel, out, err, env)
+        self._starting = process
+        birth.start(process, parcel)
         os.set_blocking(words, False)
-        pidfd = linux.open_pidfd(process.pid)
-        self._mine |= {crash} if pidfd is None else {crash, pidfd}
+        pidfd = process._popen.pidfd
         watched = process.sentinel if pidfd is None else pidfd
         sender = SenderNote(memory, 0, ENTERED)
         self.ranks.append(Rank(number, process, words, crash, memory, began, watched, sender, growth))
+        self._starting = None
         for fd in (words, watched):
             self._poll.register(fd, select.POLLIN)
+        self._mine.add(theirs.pop(0))  # crash
+        _close_all(theirs)
+
+    def _pipe(self, *, lifeline: bool = False) -> int:
+        """The trainer's end of a new pipe, of which the other is the last of `theirs`; it writes into a lifeline."""
+        self._theirs += os.pipe()[::-1] if lifeline else os.pipe()
+        mine = self._theirs[-2]
+        self._mine.add(self._theirs.pop(-2))
+        return mine
 
     def close_in_child(self) -> None:
         """The trainer was forked: what is ours stays with the trainer, or a rank would outlive it by the child."""
-        if self._open:
-            for fd in (*self._mine, *self.output.fds):
-                with suppress(OSError):
-                    os.close(fd)
-            self._open = False
+        for fd in (*self._mine, *self._bell, *self.output.fds):
+            with suppress(OSError):
+                os.close(fd)
+        self._mine.clear()
+        self._bell.clear()
 
     # Orders from other threads -------------------------------------------------------------------------------------
 
@@ -122,14 +136,15 @@ class Group:
 
     def _nudge(self) -> None:
         with self._closing:
-            if self._open:
-                os.write(self._waker, b".")
+            if len(self._bell) == 2:
+                os.write(self._bell[1], b".")
 
     # The watch -----------------------------------------------------------------------------------------------------
 
     def watch(self) -> Verdict:
         """Until all have ended; the judgement."""
         try:
+            self.output.start()
             while any(rank.code is None for rank in self.ranks):
                 self._step()
                 if not self._go_on():
@@ -139,6 +154,9 @@ class Group:
                     self.output.note(rank.number, rank.said.raised.traceback)
             self.output.finish()
             return judge(rank.end(self.output.tail(rank.number)) for rank in self.ranks)
+        except BaseException:
+            self.abandon()
+            raise
         finally:
             self.close()
 
@@ -161,8 +179,8 @@ class Group:
         ready = self._poll.poll(patience_s * 1000)
         now_ns = time.monotonic_ns()
         fds = {fd for fd, _ in ready}
-        if self._wake in fds:
-            os.read(self._wake, 4096)
+        if self._bell[0] in fds:
+            os.read(self._bell[0], 4096)
         for rank in self.ranks:
             if rank.watched in fds and rank.died_ns is None:
                 rank.died_ns = now_ns
@@ -213,23 +231,35 @@ class Group:
     # The end -------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Not all could be started: those that were are killed."""
-        for rank in self.ranks:
-            rank.process.kill()
-        for rank in self.ranks:
-            rank.process.join(KILLED_S)
-        self.output.close()
-        self.close()
+        """Not all could be started, or they cannot be watched: those that were are killed. May be called again."""
+        if not self._bell:
+            return
+        try:
+            processes = {self._starting, *(rank.process for rank in self.ranks)}
+            begun = [process for process in processes if process is not None and process._popen is not None]
+            for process in begun:
+                process.kill()
+            for process in begun:
+                process.join(KILLED_S)
+                if process.exitcode is not None:
+                    process.close()
+            self.ranks.clear()
+        finally:
+            self.close()
+            self.output.finish()
 
     def close(self) -> None:
         """Whoever is still there is killed by the kernel now: the pipe that says we live is closed."""
-        with self._closing:
-            if not self._open:
-                return
-            self._open = False
         forks.forget(self)
-        for fd in self._mine:
-            os.close(fd)
+        _close_all(self._mine)
+        _close_all(self._theirs)
+        with self._closing:
+            _close_all(self._bell)
 
     def how(self, rank: Rank) -> How:
         return how(rank.end(self.output.tail(rank.number)))
+
+
+def _close_all(fds: list[int] | set[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -35,7 +35,7 @@ class _Stream:
 
 
 class Output:
-    """That of all ranks of one attempt. `prefixed`: with "[rank 3] " before each line."""
+    """That of all ranks of one attempt. `prefixed`: with "[rank 3] " before each line. `open` comes first."""
 
     def __init__(self, nprocs: int, attempt: int, log_dir: str | os.PathLike[str] | None, prefixed: bool) -> None:
         self._prefixed = prefixed
@@ -45,21 +45,24 @@ class Output:
         if log_dir is not None:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
             self.files = [Path(log_dir) / f"rank-{rank}-attempt-{attempt}.log" for rank in range(nprocs)]
-            self._open = [path.open("ab") for path in self.files if path is not None]
         self._notes: dict[int, str] = {}
         self._streams: dict[int, _Stream] = {}
-        self._wake, self._waker = os.pipe()
+        self._bell: list[int] = []  # a pipe: who writes into it ends the thread
         self._thread = threading.Thread(target=self._run, name="holdfast-output", daemon=True)
 
-    def pipes(self, rank: int) -> tuple[int, int]:
-        """The rank's ends of new pipes for its stdout and stderr: the caller closes them once it has started."""
-        ends = []
+    def open(self) -> None:
+        """`close` undoes it, also where it came half-way."""
+        self._bell += os.pipe()
+        for rank, path in enumerate(self.files):
+            if path is not None:
+                self._open[rank] = path.open("ab")
+
+    def pipes(self, rank: int, theirs: list[int]) -> None:
+        """New pipes for its stdout and stderr. The rank's ends are added to `theirs`: the caller closes them."""
         for number in (1, 2):
-            mine, ranks = os.pipe()
-            os.set_blocking(mine, False)
-            self._streams[mine] = _Stream(rank, number, mine)
-            ends.append(ranks)
-        return ends[0], ends[1]
+            theirs += os.pipe()
+            os.set_blocking(theirs[-2], False)
+            self._streams[theirs.pop(-2)] = _Stream(rank, number, theirs[-2])
 
     def start(self) -> None:
         self._thread.start()
@@ -75,24 +78,24 @@ class Output:
     def fds(self) -> list[int]:
         """The trainer's: a fork of it closes them."""
         files = [file.fileno() for file in self._open if file is not None and not file.closed]
-        return [*self._streams, self._wake, self._waker, *files] if self._wake >= 0 else []
+        return [*self._streams, *self._bell, *files]
 
     def finish(self) -> None:
         """All ranks have ended: what they printed is read to its end, and everything closed."""
-        if self._thread.ident is not None:
-            os.write(self._waker, b".")
+        if self._thread.ident is not None and self._bell:
+            os.write(self._bell[1], b".")
             self._thread.join(FAREWELL_S)
         if not self._thread.is_alive():
             self.close()
 
     def close(self) -> None:
         """Nothing more is read."""
-        for fd in [*self._streams, self._wake, self._waker]:
-            os.close(fd)
-        self._streams.clear()
-        self._wake = self._waker = -1
+        while self._streams:
+            os.close(self._streams.popitem()[0])
+        while self._bell:
+            os.close(self._bell.pop())
         for rank, file in enumerate(self._open):
-            if file is not None:
+            if file is not None and not file.closed:
                 file.write(self._notes.get(rank, "").encode(errors="backslashreplace"))
                 file.close()
 
@@ -100,13 +103,14 @@ class Output:
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
+        wake = self._bell[0]
+        poll.register(wake, select.POLLIN)
         for fd in self._streams:
             poll.register(fd, select.POLLIN)
         over = False
         while not over:
             for fd, _ in poll.poll():
-                if fd == self._wake:
+                if fd == wake:
                     over = True
                 elif not self._read(self._streams[fd]):
                     poll.unregister(fd)

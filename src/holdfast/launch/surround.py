@@ -21,9 +21,13 @@ class Meeting:
 
     def __init__(self) -> None:
         self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((HOME, 0))
-        self.port: int = self._socket.getsockname()[1]
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((HOME, 0))
+            self.port: int = self._socket.getsockname()[1]
+        except BaseException:
+            self._socket.close()
+            raise
 
     def close(self) -> None:
         self._socket.close()

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -143,6 +144,13 @@ def umask() -> int:
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
     return 0o022
+
+
+def need_descriptors(count: int) -> None:
+    """Raises EMFILE unless this process can open so many more: before somebody who would leave half of them open."""
+    with ExitStack() as tried:
+        for _ in range(count):
+            tried.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
 
 
 def is_open(fd: int) -> bool:
