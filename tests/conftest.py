@@ -3,9 +3,11 @@
 import ctypes
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -60,6 +62,23 @@ def shm_files() -> set[str]:
 
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:holdfast")
+
+
+@contextmanager
+def free_descriptors(count: int) -> Iterator[None]:
+    """This process can open so many more, and no others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    top = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    fillers = [os.open("/dev/null", os.O_RDONLY)]
+    while fillers[-1] < top:
+        fillers.append(os.open("/dev/null", os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from holdfast.core.host import Room
+from holdfast.local.cgroups import MemoryFiles
 from holdfast.local.room import CALM_S, RoomWatch, growth_bytes
+from tests.conftest import free_descriptors
 
 MIB = 1 << 20
 
@@ -79,3 +83,16 @@ def test_growth():
     share = growth_bytes("auto", 4)
     assert share is not None
     assert share > 32 * MIB
+
+
+def test_where_no_file_can_be_opened_memory_is_as_it_was_last(tmp_path):
+    """For the keeper, which looks ten times a second. Who has never looked is told EMFILE."""
+    (tmp_path / "proc").mkdir()
+    meminfo = tmp_path / "proc/meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 0 kB\nMemAvailable: 600 kB\nBuffers: 0 kB\n")
+    files = MemoryFiles(tmp_path)
+    assert files.read(0.0) == (1000 << 10, 400 << 10)
+    with free_descriptors(0):
+        assert files.read(0.0) == (1000 << 10, 400 << 10)
+        with pytest.raises(OSError, match="Too many open files"):
+            MemoryFiles(tmp_path).read(0.0)

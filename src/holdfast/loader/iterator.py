@@ -91,9 +91,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         names = self._orders.sample_of
         self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
         self._stats = partial(totals, record, loader.num_workers, self._dataset)
-        self._host.open()
-        record.workers.begin(list(self._host.pulses))
-        self._reset(loader, first_iter=True)
+        try:
+            self._host.open()
+            record.workers.begin(list(self._host.pulses))
+            self._reset(loader, first_iter=True)
+        except BaseException:
+            self._shutdown_workers()
+            raise
 
     def _make_host(self, loader: Any) -> LocalHost:
         init = loader.worker_init_fn

@@ -4,9 +4,11 @@ It owns the pipe on which all of them answer, and the socket through which files
 each ahead of its record.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from holdfast.core.host import Room, Silence
 from holdfast.core.messages import Booted, BootFailed, Event, Exhausted, Finished
@@ -31,11 +33,15 @@ class Answers:
         self._marks = marks
         self._journals = journals
         self._floor = 0
-        self.pipe, self.pipe_w = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.pipe, False)
-        self._files, self.files_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._files.setblocking(False)
         self._taken: dict[tuple[int, ...], int] = {}  # record -> descriptor of its file
+        with ExitStack() as undo:
+            self.pipe, self.pipe_w = os.pipe2(os.O_CLOEXEC)
+            undo.callback(os.close, self.pipe)
+            undo.callback(os.close, self.pipe_w)
+            os.set_blocking(self.pipe, False)
+            self._files, self.files_w = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._files.setblocking(False)
+            undo.pop_all()
 
     def abandon_below(self, task: int) -> None:
         """Marks of tasks before this one do not count any more."""
@@ -98,12 +104,16 @@ class Answers:
             case _:
                 raise AssertionError(f"unknown record {record}")
 
-    def _file_of(self, record: tuple[int, ...]) -> Memory:
-        """The file that this worker sent just before it wrote the record."""
+    def _file_of(self, record: tuple[int, ...]) -> Memory | OSError:
+        """The file that this worker sent just before it wrote the record; or why it cannot be had."""
         self._take_files()
         fd = self._taken.pop(record)
+        if fd < 0:
+            return OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: the file of a large batch could not be taken")
         try:
             return Memory(fd, os.fstat(fd).st_size)
+        except OSError as error:
+            return error
         finally:
             os.close(fd)
 
@@ -115,12 +125,13 @@ class Answers:
                 return
             if not data:
                 return
-            self._taken[RECORD.unpack(data)] = fds[0]
+            # The kernel drops a descriptor for which this process has no room.
+            self._taken[RECORD.unpack(data)] = fds[0] if fds else -1
 
     def close(self) -> None:
         """What nobody has asked for goes, too."""
         self._take_files()
-        for fd in (self.pipe, self.pipe_w, *self._taken.values()):
+        for fd in (self.pipe, self.pipe_w, *(fd for fd in self._taken.values() if fd >= 0)):
             os.close(fd)
         self._taken.clear()
         self._files.close()

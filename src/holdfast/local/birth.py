@@ -48,6 +48,9 @@ _LIMITS = (
 
 
 NAME = "holdfast-keeper"
+# Descriptors that multiprocessing opens to start a process, its fork server and resource tracker before it included.
+# When it gets only some of them, it leaves those open, and the fork server ends.
+STARTING = 8
 
 
 class Package:
@@ -61,10 +64,10 @@ class Package:
 
     def __getstate__(self) -> dict[str, Any]:
         """In the trainer, while the keeper's process is being spawned."""
-        fd = new_file("job", 0)
+        self._trainer_fd = fd = new_file("job", 0)  # to be closed once the process has its own
         space = FileSpace(fd)
-        self._trainer_fd = fd  # to be closed once the process has its own
         spec = Packer(spawning=True).pack(self._job, space)
+        linux.need_descriptors(STARTING)
         return {"fd": reduction.DupFd(fd), "size": space.size, "spec": spec}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -165,14 +168,21 @@ def fork_keeper(orders: Orders, job: Job) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()  # or a worker would print our unwritten text again
+    pid = 0
     before = signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)
     try:
-        pid = os.fork()
-        if pid == 0:
-            _keep(orders, job, before)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _keep(orders, job, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
+    except BaseException:  # of the handler of a signal that came meanwhile: nobody would know of the keeper
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            linux.wait_for_exit(pid, 3.0)
+        raise
 
 
 def _keep(orders: Orders, job: Job, mask: Any) -> None:

@@ -4,6 +4,7 @@ Of nested groups the tightest counts. In a container the path may be the host's 
 is what applies. Everything is read below `root`, so that a test can lay out a machine as a tree of files.
 """
 
+import errno
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -74,12 +75,18 @@ class MemoryFiles:
             if limit is not None and limit < _V1_UNLIMITED
         ]
         self._machine = root / "proc/meminfo"
+        self._last: tuple[int, int] | None = None
 
     def read(self, near: float) -> tuple[int, int]:
         """(limit, used) of whichever has least left. Below the share `near`, what the kernel would give back counts
-        as used: to know it takes longer.
+        as used: to know it takes longer. While this process can open no file, it stays as it was last.
         """
-        lines = text_of(self._machine).split("\n", 3)  # MemTotal, MemFree, MemAvailable
+        try:
+            lines = self._machine.read_text().split("\n", 3)  # MemTotal, MemFree, MemAvailable
+        except OSError as error:
+            if self._last is None or error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return self._last
         total, _, free = (int(line.split()[1]) << 10 for line in lines[:3])
         tightest = (total, total - free)
         for limit, used_file, stat in self._groups:
@@ -88,6 +95,7 @@ class MemoryFiles:
                 used = max(0, used - sum(_field(stat, name) or 0 for name in self._cached))
             if limit - used < tightest[0] - tightest[1]:
                 tightest = (limit, used)
+        self._last = tightest
         return tightest
 
 

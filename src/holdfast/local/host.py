@@ -6,22 +6,24 @@ in which it must be told. No thread: everything happens inside `wait` and `send`
 per worker, whatever is sent and kept.
 """
 
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, assert_never
 
 from holdfast.core.host import Room, Silence
 from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage
-from holdfast.local import forks, procfs
+from holdfast.local import forks, linux, procfs
 from holdfast.local.answers import Answers
 from holdfast.local.cradle import Orders
-from holdfast.local.evidence import Evidence
+from holdfast.local.evidence import Evidence, facts_of
 from holdfast.local.journals import Journals
 from holdfast.local.leash import Leash
-from holdfast.local.lifeline import Lifeline, Parcel, WorkerHandle, begin_life, exit_code
+from holdfast.local.lifeline import BEGINNING, STAYING, Lifeline, Parcel, WorkerHandle, begin_life, exit_code
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, WANTED, Pulse
 from holdfast.local.room import RoomWatch
@@ -86,21 +88,42 @@ class LocalHost:
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
-        self._closed = False
+        self._closed = True
+        self._opened = ExitStack()  # closes what `open` has opened
         self.workers = [WorkerHandle(self, i) for i in range(workers)]
 
     # Opening and closing -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
+        """All of it, or nothing: whatever fails half-way, or interrupts it, leaves nothing open."""
         self._thread = threading.get_ident()
+        with ExitStack() as opened:
+            self._open(opened)
+            self._opened, self._closed = opened.pop_all(), False
+
+    def _open(self, opened: ExitStack) -> None:
         workers = len(self._lifelines)
-        self._answers = Answers(self._lifelines, self.marks, self._journals)
-        self._vigil = Vigil(self._answers.pipe)
-        self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
-        memory = Memory(self._pulse_fd, workers * PAGE)
-        self.pulses = [Pulse(memory, i) for i in range(workers)]
-        forks.watch(self)
-        self._launch()
+        try:
+            self._answers = Answers(self._lifelines, self.marks, self._journals)
+            opened.callback(self._answers.close)
+            self._vigil = Vigil(self._answers.pipe)
+            opened.callback(self._vigil.close)
+            self._pulse_fd = new_file("pulse", (workers + 1) * PAGE)  # one for the keeper
+            opened.callback(os.close, self._pulse_fd)
+            memory = Memory(self._pulse_fd, workers * PAGE)
+            self.pulses = [Pulse(memory, i) for i in range(workers)]
+            opened.callback(self.pulses.clear)  # and with them their mapping
+            opened.callback(forks.forget, self)
+            forks.watch(self)
+            self._leash.launch(self._orders)
+            opened.callback(self._leash.end, 0.0)
+            self._vigil.begin(self._leash.control.fileno())
+            stays = STAYING + self._takes_back
+            others = workers - 1 if self._fixed else 0  # all of them must begin, or none can
+            linux.need_descriptors(BEGINNING + self._takes_back + others * stays)
+        except OSError as error:
+            error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error))))
+            raise
 
     def _launch(self) -> None:
         """A new keeper. What it needs of the old one's is still here: nothing is lost with a keeper."""
@@ -128,18 +151,14 @@ class LocalHost:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
-        forks.forget(self)
-        if not self._leash.tell(StopAll(grace_s)):
-            grace_s = 0.0  # the keeper is gone already
-        for worker in range(len(self._lifelines)):
-            self._end_lifeline(worker)
-        self._leash.gone(grace_s + 3.0)
-        self._hear_last_words()
-        self._leash.end(0.0)
-        self._answers.close()
-        self._vigil.close()
-        os.close(self._pulse_fd)
-        self.pulses.clear()  # and with them their mapping
+        with self._opened:
+            forks.forget(self)
+            if not self._leash.tell(StopAll(grace_s)):
+                grace_s = 0.0  # the keeper is gone already
+            for worker in range(len(self._lifelines)):
+                self._end_lifeline(worker)
+            self._leash.gone(grace_s + 3.0)
+            self._hear_last_words()
 
     def close_in_child(self) -> None:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `Orders` names.)"""
@@ -195,7 +214,16 @@ class LocalHost:
 
     def start(self, worker: int, life: int) -> None:
         self._end_lifeline(worker)
-        line, order, fds = begin_life(worker, life, self._busy, self._gate, self._journals, take_back=self._takes_back)
+        try:
+            line, order, fds = begin_life(
+                worker, life, self._busy, self._gate, self._journals, take_back=self._takes_back
+            )
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            evidence = Evidence(pid=0, fork_errno=error.errno, limits=facts_of(error))
+            self._events.append(Exited(worker, life, time.monotonic(), Cause.UNBORN, error.errno, _NOWHERE, evidence))
+            return
         self._lifelines[worker] = line
         try:
             self._leash.tell(order, fds)
@@ -279,7 +307,8 @@ class LocalHost:
 
     def ring(self) -> None:
         """From any thread: whoever waits stops waiting, with or without an event."""
-        self._vigil.ring()
+        if not self._closed:
+            self._vigil.ring()
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         self._thread = threading.get_ident()

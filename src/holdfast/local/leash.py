@@ -34,18 +34,22 @@ class Leash:
         self.due = float("inf")  # when it must have come up
 
     def launch(self, orders: Callable[[socket.socket], Orders]) -> None:
-        """A new keeper. `orders`: given its end of the socket."""
+        """A new keeper. `orders`: given its end of the socket. If it cannot be had, nothing of it is left."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control.setblocking(False)
-        self.lost = False
-        with theirs:
-            if self._fork:
-                self.pid = birth.fork_keeper(orders(theirs), self._job)
-                self.due = time.monotonic() + READY_S
-            else:
-                self._process = birth.spawn_keeper(orders(theirs), self._job)
-                self.pid = self._process.pid or 0
-                self.due = float("inf")
+        try:
+            self.control.setblocking(False)
+            self.lost = False
+            with theirs:
+                if self._fork:
+                    self.pid = birth.fork_keeper(orders(theirs), self._job)
+                    self.due = time.monotonic() + READY_S
+                else:
+                    self._process = birth.spawn_keeper(orders(theirs), self._job)
+                    self.pid = self._process.pid or 0
+                    self.due = float("inf")
+        except BaseException:
+            self.end(0.0)
+            raise
 
     def came_up(self) -> None:
         """It has said so."""

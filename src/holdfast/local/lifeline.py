@@ -9,6 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.messages import Cause
@@ -21,6 +22,9 @@ from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Gate, Slots, stride_fo
 
 # How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
 START_S = 10.0
+# Descriptors that are open in the trainer while a life begins, and those that stay; one more each, see `begin_life`,
+# with `take_back`.
+BEGINNING, STAYING = 4, 1
 _NO_JOURNAL = (b"", 0)
 
 
@@ -29,11 +33,11 @@ def _nothing_lent() -> None:
 
 
 class Parcel(NamedTuple):
-    """A finished batch that lies in a slot, or in a file of its own."""
+    """A finished batch that lies in a slot, or in a file of its own, or in one that could not be had."""
 
     slots: Slots | None
     slot: int
-    file: Memory | None
+    file: Memory | OSError | None
     where: int
     buffers: int
     spec_bytes: int
@@ -52,6 +56,8 @@ class Parcel(NamedTuple):
         """
         slots, slot = self.slots, self.slot
         if slots is None:
+            if isinstance(self.file, OSError):
+                raise self.file
             assert self.file is not None
             return read(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
         start = slot * slots.stride
@@ -189,17 +195,24 @@ def begin_life(
     """The trainer's ends; the order for the keeper, and the descriptors that go with it, to be closed here then."""
     # What the trainer has in hand while it sends the next tasks: one batch, or all of an epoch that was left.
     slots, boxes = 2 * busy + 1 + KEEPABLE, busy
-    tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
-    fd, memory, stride = sparse_file(strides_for(slots, boxes))
-    crash = new_file("crash", 0)
-    space = Slots(memory, stride, slots, boxes, gate)
-    forks.watch_slots(space)
-    unread = -1
-    if take_back:
-        # A description of its own: the worker's end must go on blocking.
-        unread = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    os.set_blocking(tasks_w, False)
-    line = Lifeline(life, tasks_w, unread, space, journals)
+    with ExitStack() as undo:
+        tasks_r, tasks_w = os.pipe2(os.O_CLOEXEC)
+        undo.callback(os.close, tasks_r)
+        undo.callback(os.close, tasks_w)
+        fd, memory, stride = sparse_file(strides_for(slots, boxes))
+        undo.callback(os.close, fd)
+        crash = new_file("crash", 0)
+        undo.callback(os.close, crash)
+        space = Slots(memory, stride, slots, boxes, gate)
+        forks.watch_slots(space)
+        unread = -1
+        if take_back:
+            # A description of its own: the worker's end must go on blocking.
+            unread = os.open(f"/proc/self/fd/{tasks_r}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            undo.callback(os.close, unread)
+        os.set_blocking(tasks_w, False)
+        line = Lifeline(life, tasks_w, unread, space, journals)
+        undo.pop_all()
     return line, StartLife(worker, life, slots, boxes, stride), [tasks_r, fd, crash]
 
 
@@ -264,9 +277,9 @@ def sparse_file(slots: int) -> tuple[int, Memory, int]:
         else:
             try:
                 return fd, Memory(fd, slots * stride), stride
-            except OSError:
+            except BaseException as error:
                 os.close(fd)
-                if stride <= SMALLEST_STRIDE:
+                if stride <= SMALLEST_STRIDE or not isinstance(error, OSError):
                     raise
         stride //= 4
         stride = max(stride, SMALLEST_STRIDE)

@@ -78,15 +78,30 @@ class Dispatcher:
         self._lock = threading.RLock()
         self._over = False
         self.broken: HoldfastError | None = None
+        self._claim = threading.Lock()  # taken once: by the thread as it begins, or by who gives its start up
         self.thread = threading.Thread(target=self._run, name="holdfast-pool", daemon=True)
 
     # From any thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """The keeper is forked here, by the thread that submits: workers know what it knows."""
-        self._host.open()
-        self._record.workers.begin(self._host.pulses)
-        self.thread.start()
+        try:
+            self._host.open()
+            self._record.workers.begin(self._host.pulses)
+            self.thread.start()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Something was refused at the start, or interrupted it: the thread may have begun all the same."""
+        if self._claim.acquire(blocking=False):
+            self._over = True
+            self._record.workers.end()
+            self._host.close(0.0)
+        else:
+            self.kill()
+            self.join()
 
     def submit(self, call: Call) -> bool:
         """False when the thread is at its end and takes nothing more."""
@@ -149,6 +164,8 @@ class Dispatcher:
     # In the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return  # nobody wants it any more
         try:
             self._supervisor.open()
             while not self._is_over():

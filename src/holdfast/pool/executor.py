@@ -246,10 +246,16 @@ class Pool(Executor):
         ledger = Ledger(self._workers, depth, plain, in_order=False, allowed=allowed, share=self._share, even=True)
         teller = Teller(self._record, policy, growth, self._method, calls)
         dispatcher = Dispatcher(host, ledger, crew, LetterWriter(MainModule(fork)), teller, calls, depth, self._numbers)
-        dispatcher.start()
         # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
-        weakref.finalize(self, dispatcher.close).atexit = False
-        atexit.register(dispatcher.finish)
+        dropped = weakref.finalize(self, dispatcher.close)
+        dropped.atexit = False
+        try:
+            atexit.register(dispatcher.finish)
+            dispatcher.start()
+        except BaseException:
+            dropped.detach()
+            atexit.unregister(dispatcher.finish)
+            raise
         return dispatcher
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -15,6 +15,13 @@ def cannot_fork(case: Case) -> Finding | None:
     if evidence is None or not evidence.fork_errno:
         return None
     what = f"{errno.errorcode.get(evidence.fork_errno, evidence.fork_errno)} ({os.strerror(evidence.fork_errno)})"
+    if evidence.fork_errno in (errno.EMFILE, errno.ENFILE):
+        return Finding(
+            "descriptors-exhausted",
+            f"the trainer has too few descriptors left for a new worker: {what}",
+            evidence.limits,
+            "close files in the trainer (the paths say which), fewer workers, or raise `ulimit -n`",
+        )
     return Finding(
         "cannot-start-process",
         f"the system refused a new process: {what}",
