@@ -49,7 +49,7 @@ def with_little_room(family, kind):
 
 def paused(face):
     """In a process of its own: a loader whose trainer stands still while its workers have much to say."""
-    policy = Policy(sample_timeout=0.3)
+    policy = Policy(sample_timeout=1.0)
     if face == "files":
         socket.socketpair = with_little_room
         resource.setrlimit(resource.RLIMIT_FSIZE, (300 << 20, 300 << 20))
@@ -58,7 +58,7 @@ def paused(face):
         loader = DataLoader(Numbers(3000), batch_size=1, num_workers=2, prefetch_factor=1200, policy=policy)
     it = iter(loader)
     got = [int(next(it).reshape(-1)[0])]
-    stop_self_for(2.5)
+    stop_self_for(4.0)
     got += [int(batch.reshape(-1)[0]) for batch in it]
     busy = max(worker["busy_s"] for worker in loader.stats()["per_worker"])
     print(json.dumps([got == list(range(len(loader))), [i.headline for i in loader.incidents], busy]))
@@ -72,7 +72,7 @@ def test_workers_of_a_stopped_trainer_are_not_killed_as_hung(face):
     assert done.returncode == 0, done.stderr
     exact, incidents, busy_s = json.loads(done.stdout)
     assert exact and not incidents
-    assert busy_s < 2.5
+    assert busy_s < 4.0
 
 
 # A system that refuses -----------------------------------------------------------------------------------------------
@@ -110,8 +110,12 @@ def without(number, errno, method):
     print(json.dumps([got == list(range(40)), [i.headline for i in loader.incidents]]))
 
 
-@pytest.mark.parametrize(("error", "method"), [("EPERM", "fork"), ("ENOSYS", "fork"), ("EPERM", "spawn")])
-@pytest.mark.parametrize("call", sorted(CALLS))
+# A spawned keeper asks for more.
+REFUSED = [(call, error, "fork") for call in CALLS for error in ("EPERM", "ENOSYS")]
+REFUSED += [(call, "EPERM", "spawn") for call in CALLS if call in ("sched_setaffinity", "setpriority")]
+
+
+@pytest.mark.parametrize(("call", "error", "method"), REFUSED)
 def test_a_call_that_is_only_a_help_may_be_refused(call, error, method):
     """A sandbox that does not let a process set its scheduling, say, costs speed and not the run."""
     code = (
