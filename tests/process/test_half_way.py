@@ -281,7 +281,7 @@ def interrupt(number, frame):
 signal.signal(signal.SIGINT, interrupt)
 began = time.monotonic()
 holdfast.spawn(ranks.wait_for_ever, join=False, **FORKED).stop()
-took = time.monotonic() - began
+took = min(0.5, time.monotonic() - began)  # a busy machine must not make 50 long waits of it
 for moment in range(50):
     timer = threading.Timer(took * moment / 40, os.kill, (os.getpid(), signal.SIGINT))
     armed = True
@@ -304,7 +304,7 @@ def test_a_ctrl_c_at_any_moment_of_the_start_ends_all_ranks():
     """50 moments, from the beginning of the call until a while after the ranks are up. A process of its own: of what
     the standard library has begun at that moment, it may leave a pipe open.
     """
-    ran = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, timeout=100, check=False)
+    ran = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, timeout=240, check=False)
     assert "ended all ranks, whenever it came" in ran.stdout, ran.stderr[-4000:]
 
 
