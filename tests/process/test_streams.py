@@ -15,7 +15,7 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.stream import StreamFetcher
 
 from .data import Numbers
-from .streams import KINDS, GoesOn, Itself, Pending, Plain, Stateful, Stays
+from .streams import COUNTING, KINDS, GoesOn, Itself, Pending, Plain, Stateful, Stays
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -95,11 +95,31 @@ def test_a_life_that_begins_after_epochs_that_were_left(kind, early):
     assert loader.stats()["restarts"] == 1
 
 
+@pytest.mark.parametrize("kind", COUNTING)
+@pytest.mark.parametrize("when", [(0, 0), (0, 5), (1, 0), (1, 5), (2, 0), (2, 5)])
+def test_what_a_dataset_counts_over_its_epochs_outlives_a_worker(kind, when):
+    """Else a new life takes its share of another order, and what is in neither share is lost without a word."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    expected = epochs(torch.utils.data.DataLoader(kind(40), **settings), [None] * 5)
+    loader = DataLoader(kind(40, 0.001), **settings)
+    assert epochs(loader, [None] * 5, lambda *now: 1 if now == when else None) == expected
+    assert loader.stats()["restarts"] == 1
+
+
+def test_a_whole_epoch_is_not_gone_through_where_it_changes_nothing(monkeypatch):
+    """A life that was given a state may begin the next epoch as all others have."""
+    monkeypatch.setattr(StreamFetcher, "run_out", None)
+    loader = DataLoader(Stays(24, 0.002), batch_size=2, num_workers=1, persistent_workers=True)
+    given = epochs(loader, [None] * 4, lambda *now: 0 if now == (2, 5) else None)
+    assert given == [[[i, i + 1] for i in range(0, 24, 2)]] * 4
+    assert loader.stats()["restarts"] == 1
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_loaders_give_what_torchs_give_undisturbed(seed):
     """Any kind of dataset, number of workers, size of batches, epochs that are left, and workers that are killed."""
     dice = random.Random(seed)
-    kind = dice.choice([*KINDS, GoesOn, Stays, Numbers])
+    kind = dice.choice([*KINDS, *COUNTING, GoesOn, Stays, Numbers])
     length, workers = dice.randrange(5, 90), dice.randrange(1, 5)
     settings = {
         "batch_size": dice.choice([None, 1, 3, 4, 8]),

@@ -121,6 +121,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
             iterable=self._iterable,
             worker_init_fn=init,
             num_workers=self._num_workers,
+            persistent=self._persistent_workers,
             base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             policy=self._policy,
@@ -216,7 +217,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         if supervisor.stop is not None:
             self._stopped()  # it is in the report; the new epoch has new processes
         else:
-            self._orders.leave(self._ledger.streams_left)
+            self._orders.leave(self._ledger.streams_left, self._host.ends)
 
     def _pass_over(self) -> None:
         """Batches that nobody will get, but for what they say of their stream."""
