@@ -15,7 +15,7 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.stream import StreamFetcher
 
 from .data import Numbers
-from .streams import COUNTING, KINDS, GoesOn, Itself, Pending, Plain, Stateful, Stays
+from .streams import COUNTING, KINDS, CountsWithState, GoesOn, Itself, Pending, Plain, Stateful, Stays
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -104,6 +104,15 @@ def test_what_a_dataset_counts_over_its_epochs_outlives_a_worker(kind, when):
     loader = DataLoader(kind(40, 0.001), **settings)
     assert epochs(loader, [None] * 5, lambda *now: 1 if now == when else None) == expected
     assert loader.stats()["restarts"] == 1
+
+
+def test_a_count_outlives_a_worker_also_where_an_epoch_was_left_before():
+    """Left in epoch 0, killed before epoch 1 and in it: epoch 2 begins where the first two have led."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    plan, kills = [3, None, None, None], {(1, 0): 1, (1, 6): 1}
+    expected = epochs(torch.utils.data.DataLoader(CountsWithState(40), **settings), plan)
+    loader = DataLoader(CountsWithState(40, 0.001), **settings)
+    assert epochs(loader, plan, lambda *now: kills.get(now)) == expected
 
 
 def test_a_whole_epoch_is_not_gone_through_where_it_changes_nothing(monkeypatch):

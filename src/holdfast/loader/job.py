@@ -331,7 +331,7 @@ class LoaderJob:
                 stream.run_out(size)
                 continue
             if words[KEPT_APART]:
-                return  # it begins at its start, wherever it was left
+                continue  # it begins at its start, wherever it was left
             stream.resume(number, done, snapshot, size)
             if snapshot is not None and not stream.moves:
                 words[KEPT_APART] = 1
