@@ -15,7 +15,7 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.stream import StreamFetcher
 
 from .data import Numbers
-from .streams import COUNTING, KINDS, CountsWithState, GoesOn, Itself, Pending, Plain, Stateful, Stays
+from .streams import COUNTING, KINDS, Counts, CountsWithState, GoesOn, Itself, Pending, Plain, Stateful, Stays
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -113,6 +113,24 @@ def test_a_count_outlives_a_worker_also_where_an_epoch_was_left_before():
     expected = epochs(torch.utils.data.DataLoader(CountsWithState(40), **settings), plan)
     loader = DataLoader(CountsWithState(40, 0.001), **settings)
     assert epochs(loader, plan, lambda *now: kills.get(now)) == expected
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsWithState])
+@pytest.mark.parametrize("when", [(3, 0), (3, 1), (3, 5)])
+def test_what_epochs_that_were_left_count_outlives_a_worker(kind, when):
+    """And they are not all gone through again: each gives on what the ones before have made of the dataset."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    plan = [1, 3, 2, None, None]
+    expected = epochs(torch.utils.data.DataLoader(kind(40), **settings), plan)
+    loader = DataLoader(kind(40, 0.001), **settings)
+    found = []
+
+    def kill(*now):
+        found.append(max(map(len, loader._iterator._orders._left.values()), default=0))
+        return 1 if now == when else None
+
+    assert epochs(loader, plan, kill) == expected
+    assert max(found) == 1
 
 
 def test_a_whole_epoch_is_not_gone_through_where_it_changes_nothing(monkeypatch):
@@ -294,8 +312,8 @@ def test_an_item_of_a_stream_that_did_not_come_is_noticed(monkeypatch):
     send = job.LoaderJob._send
 
     def loses_one(self, content, *args):
-        (troubles, snapshot, items), batch = content
-        return send(self, ((troubles, snapshot, items - 1), batch[1:]), *args)
+        (troubles, snapshot, items, moved), batch = content
+        return send(self, ((troubles, snapshot, items - 1, moved), batch[1:]), *args)
 
     monkeypatch.setattr(job.LoaderJob, "_send", loses_one)
     with pytest.raises(StreamBroken, match=r"gave 20 items by its own count, and 10 came"):

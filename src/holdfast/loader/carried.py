@@ -1,16 +1,19 @@
-"""Carried: what whole epochs have made of a dataset, for a life that was not there: the number of the epoch, say.
+"""Carried: what epochs have made of a dataset, for a life that was not there: the number of the epoch, say.
 
 A dataset that counts its epochs shuffles by that count, and each worker takes its share of the same order. A new life
 that began to count anew would take another order's share: samples would be missing, and others come twice.
 
-At the end of its stream a worker looks which attributes of the dataset have changed, and gives them on. Not those that
-are large, shared with other processes or cannot be pickled: of them a new life has what every life begins with.
+At the end of its stream, and with the first batch after one that was left, a worker looks which attributes of the
+dataset have changed, and gives them on. Not those that are large, shared with other processes or cannot be pickled: of
+them a new life has what every life begins with.
 """
 
 import hashlib
 import io
 import pickle
+import threading
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ import torch
 # Of one attribute, pickled.
 LIMIT = 4 << 20
 _ITSELF = "the dataset"
+# What cannot be pickled, and does not change by being iterated.
+_INERT = FunctionType, ModuleType, type(threading.Lock()), type(threading.RLock())
 
 
 class _Unfit(Exception):
@@ -85,6 +90,7 @@ class Carried:
         self._dataset = dataset
         self._catch = catch
         self._names: set[str] = set()  # of what has changed since a life began
+        self.all = True  # nothing that cannot be carried may have changed
         self._known = self._digests()
 
     def restore(self, packed: bytes) -> None:
@@ -109,11 +115,15 @@ class Carried:
     def _digests(self) -> dict[str, bytes]:
         """Of each attribute that can be carried."""
         found = {}
+        self.all = True
         for name, value in list(getattr(self._dataset, "__dict__", {}).items()):
             digest = _Digest()
             try:
                 _Pickler(digest, self._dataset).dump(value)
+            except _Unfit:
+                continue
             except self._catch():  # user code: __reduce__, __getstate__
+                self.all = self.all and isinstance(value, _INERT)
                 continue
             found[name] = digest.digest()
         return found

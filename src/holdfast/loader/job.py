@@ -26,7 +26,7 @@ from holdfast.loader.collating import Overseer, is_torchs
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
-from holdfast.loader.stream import WHOLE, Left, Place, StreamFetcher
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher
 from holdfast.local import birth
 from holdfast.local.pulse import KEPT_APART, Pulse
 from holdfast.local.raised import Raised
@@ -154,6 +154,7 @@ class LoaderJob:
         self._stream: StreamFetcher | None = None
         self._carried: Carried | None = None
         self._told_end = False
+        self._began: Moved = None
         self._epoch = -1
         self._default_collate = recipe.collate_fn is torch_collate.default_collate and is_torchs(recipe.collate_fn)
 
@@ -261,14 +262,17 @@ class LoaderJob:
         except StopIteration:
             if not troubles:
                 return self._exhausted(stream, desk)
-            return self._send(((troubles, None, 0), None), desk, [], None, len(troubles))  # that is said next time
+            return self._send(
+                ((troubles, None, 0, None), None), desk, [], None, len(troubles)
+            )  # that is said next time
         if self._default_collate:
             self._stack.open(desk, items)
         try:
             batch = stream.collate(items)
         finally:
             self._stack.close()
-        notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1)
+        notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1, self._began)
+        self._began = None
         return self._send((notes, batch), desk, items, None, len(troubles))
 
     def _exhausted(self, stream: StreamFetcher, desk: Desk) -> Reply:
@@ -297,6 +301,7 @@ class LoaderJob:
         done, snapshot, left, moved = place
         fresh = self._stream is None
         self._epoch = epoch
+        self._began = None if fresh else self._moved()
         self._told_end = False
         self._seed_datapipe(shared_seed)
         self._stream = self._new_stream(base_seed)
@@ -310,6 +315,16 @@ class LoaderJob:
                 raise
         if number:
             self._stream.resume(number, done, snapshot, size)
+
+    def _moved(self) -> Moved:
+        """What the last epoch has made of the dataset, if that was left."""
+        if self._carried is None or self._told_end:
+            return None
+        try:
+            moved = self._carried.moved()
+        except BaseException:  # user code
+            return False
+        return moved if self._carried.all else False
 
     def _bring(self, moved: bytes) -> None:
         """The dataset to where whole epochs of an earlier life have brought it."""

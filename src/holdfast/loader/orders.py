@@ -16,7 +16,7 @@ from holdfast.core.messages import Send
 from holdfast.core.task import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.loader import seeds
-from holdfast.loader.stream import WHOLE, Left, Place, Snapshot
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot
 from holdfast.policy import Policy
 
 # Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.
@@ -52,6 +52,16 @@ class Orders:
             else:
                 self._left.pop(worker, None)
                 self._end(worker, ends.get(worker))
+
+    def began(self, worker: int, moved: Moved) -> None:
+        """The first batch of an epoch has come, and with it what the ones before have made of the dataset."""
+        if moved is None:
+            return
+        if moved:
+            self._moved[worker] = moved
+            self._settled.discard(worker)
+        if moved is not False or not any(snapshot for *_, snapshot in self._left.get(worker, ())):
+            self._left.pop(worker, None)
 
     def _leave(self, worker: int, number: int) -> None:
         snapshot = self.snapshots.get(worker)
