@@ -137,6 +137,22 @@ class CountsAtOnce(CountsWithState):
         self.epoch, self.position = self.loaded
 
 
+class CountsAtItsStart(CountsWithState):
+    """It counts an epoch when that begins."""
+
+    def __iter__(self):
+        if self.loaded is None:
+            self.epoch, self.position = self.epoch + 1, 0
+        else:
+            (self.epoch, self.position), self.loaded = self.loaded, None
+        return self.rest()
+
+    def rest(self):
+        for item in self.give(self.order()[self.position :]):
+            self.position += 1
+            yield item
+
+
 class Holds(IterableDataset):
     """The count is another's, which it holds."""
 
@@ -181,5 +197,5 @@ class Walked(Plain):
         return Walker(self)
 
 
-COUNTING = [Counts, CountsWithState, CountsAtOnce, Holds]
+COUNTING = [Counts, CountsWithState, CountsAtOnce, CountsAtItsStart, Holds]
 KINDS = [Plain, Stays, Pending, GoesOn, Itself, Walked]

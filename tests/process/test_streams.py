@@ -15,7 +15,19 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.stream import StreamFetcher
 
 from .data import Numbers
-from .streams import COUNTING, KINDS, Counts, CountsWithState, GoesOn, Itself, Pending, Plain, Stateful, Stays
+from .streams import (
+    COUNTING,
+    KINDS,
+    Counts,
+    CountsAtItsStart,
+    CountsWithState,
+    GoesOn,
+    Itself,
+    Pending,
+    Plain,
+    Stateful,
+    Stays,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -115,8 +127,8 @@ def test_a_count_outlives_a_worker_also_where_an_epoch_was_left_before():
     assert epochs(loader, plan, lambda *now: kills.get(now)) == expected
 
 
-@pytest.mark.parametrize("kind", [Counts, CountsWithState])
-@pytest.mark.parametrize("when", [(3, 0), (3, 1), (3, 5)])
+@pytest.mark.parametrize("kind", [Counts, CountsWithState, CountsAtItsStart])
+@pytest.mark.parametrize("when", [(1, 2), (3, 0), (3, 1), (3, 5)])
 def test_what_epochs_that_were_left_count_outlives_a_worker(kind, when):
     """And they are not all gone through again: each gives on what the ones before have made of the dataset."""
     settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}

@@ -308,8 +308,9 @@ class LoaderJob:
         if fresh:
             try:
                 self._bring(moved)
-                if snapshot is None:
+                if snapshot is None and left:
                     self._go_through(left, size)
+                    self._began = self._moved()
             except StreamBroken:
                 self._stream.give_up(number)
                 raise
@@ -340,13 +341,13 @@ class LoaderJob:
     def _go_through(self, left: Sequence[Left], size: int) -> None:
         """Epochs of an earlier life since it is known where the dataset was: they have moved it."""
         words = self._pulse.words
-        for base_seed, number, done, snapshot in left:
+        apart = words[KEPT_APART]  # a state says nothing of where an epoch begins
+        known = [] if apart else [at for at, (*_, snapshot) in enumerate(left) if snapshot is not None]
+        for base_seed, number, done, snapshot in left[known[-1] if known else 0 :]:
             stream = self._new_stream(base_seed)
-            if number == WHOLE:
-                stream.run_out(size)
+            if apart or number == WHOLE:
+                stream.run_out(size, number)
                 continue
-            if words[KEPT_APART]:
-                continue  # it begins at its start, wherever it was left
             stream.resume(number, done, snapshot, size)
             if snapshot is not None and not stream.moves:
                 words[KEPT_APART] = 1

@@ -60,16 +60,13 @@ class Orders:
         if moved:
             self._moved[worker] = moved
             self._settled.discard(worker)
-        if moved is not False or not any(snapshot for *_, snapshot in self._left.get(worker, ())):
-            self._left.pop(worker, None)
+        left = self._left.pop(worker, [])
+        if moved is False and any(snapshot for *_, snapshot in left):
+            self._left[worker] = left[-1:]
 
     def _leave(self, worker: int, number: int) -> None:
-        snapshot = self.snapshots.get(worker)
-        left: Left = (self._seed, number, self._marks[worker], snapshot)
-        before = self._left.get(worker, [])
-        if snapshot is not None:
-            before = [epoch for epoch in before if epoch[1] == WHOLE]
-        self._left[worker] = [*before, left]
+        left = (self._seed, number, self._marks[worker], self.snapshots.get(worker))
+        self._left.setdefault(worker, []).append(left)
 
     def _end(self, worker: int, moved: bytes | None) -> None:
         if moved:

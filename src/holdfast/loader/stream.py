@@ -135,9 +135,9 @@ class StreamFetcher:
                 "dataset state_dict() and load_state_dict()"
             )
 
-    def run_out(self, size: int) -> None:
-        """A whole epoch that another life has given."""
-        while not self.ended:
+    def run_out(self, size: int, number: int) -> None:
+        """An epoch that another life has given, so many batches of it or the whole."""
+        while not self.ended and self.number != number:
             self._seed(self.number)
             with suppress(Failed, StopIteration):
                 self.take(size, Stage.REPLAY)
