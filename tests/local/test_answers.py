@@ -21,7 +21,7 @@ def answers():
     before = descriptors()
     journals = Journals(sent=False)
     line, _, fds = begin_life(0, 1, 2, None, journals, take_back=False)
-    answers = Answers([line], [0], {}, journals)
+    answers = Answers([line], [0], {}, {}, journals)
     yield answers
     answers.close()
     line.hang_up()

@@ -1,5 +1,6 @@
 """Iterable datasets that know where they are, each in its own way; importable, so that spawned workers find them."""
 
+import random
 import time
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -86,6 +87,88 @@ class Itself(Stateful):
         self.position = state["position"]
 
 
+class Counts(Plain):
+    """It counts its epochs, and shuffles by that: each worker takes its share of the same order."""
+
+    epoch = 0
+
+    def order(self):
+        info = get_worker_info()
+        return random.Random(self.epoch).sample(range(self.length), self.length)[info.id :: info.num_workers]
+
+    def give(self, order):
+        for item in order:
+            time.sleep(self.seconds)
+            yield item
+
+    def __iter__(self):
+        order, self.epoch = self.order(), self.epoch + 1
+        return self.give(order)
+
+
+class CountsWithState(Counts):
+    """The count is in its state; what was loaded is used up by the next iter()."""
+
+    loaded = None
+
+    def __iter__(self):
+        if self.loaded is not None:
+            self.epoch, self.position = self.loaded
+            self.loaded = None
+        else:
+            self.position = 0
+        for item in self.give(self.order()[self.position :]):
+            self.position += 1
+            yield item
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.loaded = state["epoch"], state["position"]
+
+
+class CountsAtOnce(CountsWithState):
+    """Its state is what was loaded as soon as it was."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.epoch, self.position = self.loaded
+
+
+class CountsAtItsStart(CountsWithState):
+    """It counts an epoch when that begins."""
+
+    def __iter__(self):
+        if self.loaded is None:
+            self.epoch, self.position = self.epoch + 1, 0
+        else:
+            (self.epoch, self.position), self.loaded = self.loaded, None
+        return self.rest()
+
+    def rest(self):
+        for item in self.give(self.order()[self.position :]):
+            self.position += 1
+            yield item
+
+
+class Holds(IterableDataset):
+    """The count is another's, which it holds."""
+
+    def __init__(self, *settings):
+        self.inner = CountsWithState(*settings)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
 class Walker:
     """The state is the iterator's."""
 
@@ -114,4 +197,5 @@ class Walked(Plain):
         return Walker(self)
 
 
+COUNTING = [Counts, CountsWithState, CountsAtOnce, CountsAtItsStart, Holds]
 KINDS = [Plain, Stays, Pending, GoesOn, Itself, Walked]

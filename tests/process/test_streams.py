@@ -15,7 +15,19 @@ from holdfast.loader.orders import Orders
 from holdfast.loader.stream import StreamFetcher
 
 from .data import Numbers
-from .streams import KINDS, GoesOn, Itself, Pending, Plain, Stateful, Stays
+from .streams import (
+    COUNTING,
+    KINDS,
+    Counts,
+    CountsAtItsStart,
+    CountsWithState,
+    GoesOn,
+    Itself,
+    Pending,
+    Plain,
+    Stateful,
+    Stays,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -95,11 +107,58 @@ def test_a_life_that_begins_after_epochs_that_were_left(kind, early):
     assert loader.stats()["restarts"] == 1
 
 
+@pytest.mark.parametrize("kind", COUNTING)
+@pytest.mark.parametrize("when", [(0, 0), (0, 5), (1, 0), (1, 5), (2, 0), (2, 5)])
+def test_what_a_dataset_counts_over_its_epochs_outlives_a_worker(kind, when):
+    """Else a new life takes its share of another order, and what is in neither share is lost without a word."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    expected = epochs(torch.utils.data.DataLoader(kind(40), **settings), [None] * 5)
+    loader = DataLoader(kind(40, 0.001), **settings)
+    assert epochs(loader, [None] * 5, lambda *now: 1 if now == when else None) == expected
+    assert loader.stats()["restarts"] == 1
+
+
+def test_a_count_outlives_a_worker_also_where_an_epoch_was_left_before():
+    """Left in epoch 0, killed before epoch 1 and in it: epoch 2 begins where the first two have led."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    plan, kills = [3, None, None, None], {(1, 0): 1, (1, 6): 1}
+    expected = epochs(torch.utils.data.DataLoader(CountsWithState(40), **settings), plan)
+    loader = DataLoader(CountsWithState(40, 0.001), **settings)
+    assert epochs(loader, plan, lambda *now: kills.get(now)) == expected
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsWithState, CountsAtItsStart])
+@pytest.mark.parametrize("when", [(1, 2), (3, 0), (3, 1), (3, 5)])
+def test_what_epochs_that_were_left_count_outlives_a_worker(kind, when):
+    """And they are not all gone through again: each gives on what the ones before have made of the dataset."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    plan = [1, 3, 2, None, None]
+    expected = epochs(torch.utils.data.DataLoader(kind(40), **settings), plan)
+    loader = DataLoader(kind(40, 0.001), **settings)
+    found = []
+
+    def kill(*now):
+        found.append(max(map(len, loader._iterator._orders._left.values()), default=0))
+        return 1 if now == when else None
+
+    assert epochs(loader, plan, kill) == expected
+    assert max(found) == 1
+
+
+def test_a_whole_epoch_is_not_gone_through_where_it_changes_nothing(monkeypatch):
+    """A life that was given a state may begin the next epoch as all others have."""
+    monkeypatch.setattr(StreamFetcher, "run_out", None)
+    loader = DataLoader(Stays(24, 0.002), batch_size=2, num_workers=1, persistent_workers=True)
+    given = epochs(loader, [None] * 4, lambda *now: 0 if now == (2, 5) else None)
+    assert given == [[[i, i + 1] for i in range(0, 24, 2)]] * 4
+    assert loader.stats()["restarts"] == 1
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_loaders_give_what_torchs_give_undisturbed(seed):
     """Any kind of dataset, number of workers, size of batches, epochs that are left, and workers that are killed."""
     dice = random.Random(seed)
-    kind = dice.choice([*KINDS, GoesOn, Stays, Numbers])
+    kind = dice.choice([*KINDS, *COUNTING, GoesOn, Stays, Numbers])
     length, workers = dice.randrange(5, 90), dice.randrange(1, 5)
     settings = {
         "batch_size": dice.choice([None, 1, 3, 4, 8]),
@@ -265,8 +324,8 @@ def test_an_item_of_a_stream_that_did_not_come_is_noticed(monkeypatch):
     send = job.LoaderJob._send
 
     def loses_one(self, content, *args):
-        (troubles, snapshot, items), batch = content
-        return send(self, ((troubles, snapshot, items - 1), batch[1:]), *args)
+        (troubles, snapshot, items, moved), batch = content
+        return send(self, ((troubles, snapshot, items - 1, moved), batch[1:]), *args)
 
     monkeypatch.setattr(job.LoaderJob, "_send", loses_one)
     with pytest.raises(StreamBroken, match=r"gave 20 items by its own count, and 10 came"):

@@ -28,7 +28,7 @@ from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.job import LoaderJob, Recipe
 from holdfast.loader.leaves import moved
 from holdfast.loader.orders import Orders
-from holdfast.loader.stream import Snapshot
+from holdfast.loader.stream import Moved, Snapshot
 from holdfast.loader.tell import Teller
 from holdfast.loader.totals import totals
 from holdfast.loader.turns import Turns
@@ -121,6 +121,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
             iterable=self._iterable,
             worker_init_fn=init,
             num_workers=self._num_workers,
+            persistent=self._persistent_workers,
             base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             policy=self._policy,
@@ -216,7 +217,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         if supervisor.stop is not None:
             self._stopped()  # it is in the report; the new epoch has new processes
         else:
-            self._orders.leave(self._ledger.streams_left)
+            self._orders.leave(self._ledger.streams_left, self._host.ends)
 
     def _pass_over(self) -> None:
         """Batches that nobody will get, but for what they say of their stream."""
@@ -226,7 +227,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
             _, result = self._ready.popleft()
             if isinstance(result, Parcel) and not result.failed:
                 notes, _ = self._host.take_out(result)
-                self._note_snapshot(notes[1], result.worker)
+                self._note_place(notes, result.worker)
             else:
                 self._host.discard(result)
 
@@ -421,8 +422,8 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
     def _take_notes(self, notes: Any, samples: int, batch: int, worker: int) -> int:
         """What went wrong on the way to a batch, and a stream's place after it; gives how many samples are in it."""
         if self._iterable:
-            troubles, snapshot, samples = notes
-            self._note_snapshot(snapshot, worker)
+            troubles, _, samples, _ = notes
+            self._note_place(notes, worker)
             if worker in self._orders.items:
                 self._orders.items[worker] += samples
         else:
@@ -431,8 +432,10 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         self._teller.troubles(troubles, batch, worker)
         return int(samples)
 
-    def _note_snapshot(self, snapshot: Snapshot | Raised | None, worker: int) -> None:
+    def _note_place(self, notes: tuple[Any, Snapshot | Raised | None, int, Moved], worker: int) -> None:
         """A place to which the next life of this worker can be brought; or why there is none."""
+        _, snapshot, _, moved = notes
+        self._orders.began(worker, moved)
         if isinstance(snapshot, Raised):
             self._teller.no_snapshots(snapshot, worker)
         elif snapshot is not None:

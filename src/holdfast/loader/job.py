@@ -21,15 +21,16 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
+from holdfast.loader.carried import Carried
 from holdfast.loader.collating import Overseer, is_torchs
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
-from holdfast.loader.stream import Left, Place, StreamFetcher
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher
 from holdfast.local import birth
 from holdfast.local.pulse import KEPT_APART, Pulse
 from holdfast.local.raised import Raised
-from holdfast.local.wire import Kind
+from holdfast.local.wire import End, Kind
 from holdfast.local.worker import Reply, Spent, error_reply
 from holdfast.policy import Policy
 from holdfast.shm.desk import Desk
@@ -52,6 +53,7 @@ class Recipe:
     iterable: bool
     worker_init_fn: Callable[[int], Any] | None
     num_workers: int
+    persistent: bool
     base_seed: int
     shared_seed: int | None
     policy: Policy
@@ -150,6 +152,9 @@ class LoaderJob:
         self._stack: SlotStack
         self._map: MapFetcher | None = None
         self._stream: StreamFetcher | None = None
+        self._carried: Carried | None = None
+        self._told_end = False
+        self._began: Moved = None
         self._epoch = -1
         self._default_collate = recipe.collate_fn is torch_collate.default_collate and is_torchs(recipe.collate_fn)
 
@@ -177,7 +182,10 @@ class LoaderJob:
             torch.default_generator.manual_seed(seed)
             np.random.seed(torch_worker._generate_state(recipe.base_seed, worker))  # type: ignore[no-untyped-call]
             self._seeder.watching(partial(recipe.worker_init_fn, worker))
-        if not recipe.iterable:
+        if recipe.iterable:
+            if recipe.persistent and not isinstance(self._dataset, IterDataPipe):
+                self._carried = Carried(self._dataset, everything)
+        else:
             self._map = MapFetcher(
                 self._dataset,
                 recipe.collate_fn,
@@ -253,16 +261,36 @@ class LoaderJob:
             items, _ = stream.take(size, troubles=troubles)
         except StopIteration:
             if not troubles:
-                return Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
-            return self._send(((troubles, None, 0), None), desk, [], None, len(troubles))  # that is said next time
+                return self._exhausted(stream, desk)
+            return self._send(
+                ((troubles, None, 0, None), None), desk, [], None, len(troubles)
+            )  # that is said next time
         if self._default_collate:
             self._stack.open(desk, items)
         try:
             batch = stream.collate(items)
         finally:
             self._stack.close()
-        notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1)
+        notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1, self._began)
+        self._began = None
         return self._send((notes, batch), desk, items, None, len(troubles))
+
+    def _exhausted(self, stream: StreamFetcher, desk: Desk) -> Reply:
+        """The first time with what this epoch has made of the dataset."""
+        reply = Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
+        carried = self._carried
+        if carried is None or self._told_end:
+            return reply
+        self._told_end = True
+        if stream.spoilt:
+            return reply._replace(spec_bytes=End.NOT_KNOWN)
+        try:
+            moved = carried.moved()
+            if moved:
+                desk.space().put(memoryview(moved))
+        except BaseException:  # user code again, or more than a slot holds
+            return reply
+        return reply._replace(where=len(moved), spec_bytes=End.KNOWN)
 
     def _begin_stream(
         self, base_seed: int, epoch: int, number: int, size: int, shared_seed: int | None, place: Place
@@ -270,27 +298,56 @@ class LoaderJob:
         """An epoch begins for this life; at batch `number`, where another life was before."""
         if self._stream is not None and self._stream.spoilt:
             raise Spent(Leave.ASKED, ())  # a fresh life begins with the dataset as it was
-        done, snapshot, left = place
+        done, snapshot, left, moved = place
         fresh = self._stream is None
         self._epoch = epoch
+        self._began = None if fresh else self._moved()
+        self._told_end = False
         self._seed_datapipe(shared_seed)
         self._stream = self._new_stream(base_seed)
-        if fresh and snapshot is None:
+        if fresh:
             try:
-                self._go_through(left, size)
+                self._bring(moved)
+                if snapshot is None and left:
+                    self._go_through(left, size)
+                    self._began = self._moved()
             except StreamBroken:
                 self._stream.give_up(number)
                 raise
         if number:
             self._stream.resume(number, done, snapshot, size)
 
+    def _moved(self) -> Moved:
+        """What the last epoch has made of the dataset, if that was left."""
+        if self._carried is None or self._told_end:
+            return None
+        try:
+            moved = self._carried.moved()
+        except BaseException:  # user code
+            return False
+        return moved if self._carried.all else False
+
+    def _bring(self, moved: bytes) -> None:
+        """The dataset to where whole epochs of an earlier life have brought it."""
+        if moved and self._carried is not None:
+            try:
+                self._carried.restore(moved)
+            except BaseException as error:  # user code: __setstate__
+                raise StreamBroken(
+                    "what earlier epochs have made of the dataset could not be given to a new worker: its attributes "
+                    f"can be pickled, but not unpickled ({type(error).__name__})"
+                ) from error
+
     def _go_through(self, left: Sequence[Left], size: int) -> None:
-        """Epochs that were left, in an earlier life, since the dataset last came to its end: they have moved it."""
+        """Epochs of an earlier life since it is known where the dataset was: they have moved it."""
         words = self._pulse.words
-        for base_seed, number, done, snapshot in left:
-            if words[KEPT_APART]:
-                return  # it begins at its start, wherever it was left
+        apart = words[KEPT_APART]  # a state says nothing of where an epoch begins
+        known = [] if apart else [at for at, (*_, snapshot) in enumerate(left) if snapshot is not None]
+        for base_seed, number, done, snapshot in left[known[-1] if known else 0 :]:
             stream = self._new_stream(base_seed)
+            if apart or number == WHOLE:
+                stream.run_out(size, number)
+                continue
             stream.resume(number, done, snapshot, size)
             if snapshot is not None and not stream.moves:
                 words[KEPT_APART] = 1

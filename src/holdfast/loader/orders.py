@@ -16,7 +16,7 @@ from holdfast.core.messages import Send
 from holdfast.core.task import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.loader import seeds
-from holdfast.loader.stream import Left, Place, Snapshot
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot
 from holdfast.policy import Policy
 
 # Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.
@@ -36,19 +36,44 @@ class Orders:
         self._skips = policy.bad_sample == "skip"
         self._replaces = policy.bad_sample == "replace"
         self.snapshots: dict[int, Snapshot] = {}  # worker -> the last state of its stream that it sent in this epoch
-        self._left: dict[int, list[Left]] = {}  # worker -> epochs that were left since its stream came to an end
+        self._moved: dict[int, bytes] = {}  # worker -> what whole epochs have made of its dataset
+        self._settled: set[int] = set()  # workers whose dataset a whole epoch leaves as it found it
+        self._left: dict[int, list[Left]] = {}  # worker -> epochs since then that have moved it
 
-    def leave(self, streams: Mapping[int, int]) -> None:
-        """An epoch is over. `streams`: worker -> batches it has given, where its stream has not come to an end."""
-        for worker in [worker for worker in self._left if worker not in streams]:
-            del self._left[worker]
-        for worker, number in streams.items():
-            snapshot = self.snapshots.get(worker)
-            left: Left = (self._seed, number, self._marks[worker], snapshot)
-            if snapshot is not None:
-                self._left[worker] = [left]
-            elif worker in self._left:
-                self._left[worker].append(left)
+    def leave(self, streams: Mapping[int, int], ends: Mapping[int, bytes | None]) -> None:
+        """An epoch is over. `streams`: worker -> batches it has given, where its stream has not come to an end.
+        `ends`: what has become of the dataset where it has; nothing if it is as before, None if that is not known.
+        """
+        for worker in range(len(self._marks)):
+            if worker in streams:
+                self._leave(worker, streams[worker])
+            elif ends.get(worker, b"") is None and worker not in self._settled:
+                self._left.setdefault(worker, []).append((self._seed, WHOLE, 0, None))
+            else:
+                self._left.pop(worker, None)
+                self._end(worker, ends.get(worker))
+
+    def began(self, worker: int, moved: Moved) -> None:
+        """The first batch of an epoch has come, and with it what the ones before have made of the dataset."""
+        if moved is None:
+            return
+        if moved:
+            self._moved[worker] = moved
+            self._settled.discard(worker)
+        left = self._left.pop(worker, [])
+        if moved is False and any(snapshot for *_, snapshot in left):
+            self._left[worker] = left[-1:]
+
+    def _leave(self, worker: int, number: int) -> None:
+        left = (self._seed, number, self._marks[worker], self.snapshots.get(worker))
+        self._left.setdefault(worker, []).append(left)
+
+    def _end(self, worker: int, moved: bytes | None) -> None:
+        if moved:
+            self._moved[worker] = moved
+            self._settled.discard(worker)
+        elif moved is not None:
+            self._settled.add(worker)
 
     def begin(self, seed: int, epoch: int, first_task: int, shared_seed: int | None) -> None:
         self._seed = seed
@@ -135,7 +160,7 @@ class Orders:
         if self._placed.get(worker) == send.life:
             return None
         self._placed[worker] = send.life
-        return self._marks[worker], self.snapshots.get(worker), self._left.get(worker, ())
+        return self._marks[worker], self.snapshots.get(worker), self._left.get(worker, ()), self._moved.get(worker, b"")
 
     def _spares(self, task: int) -> list[Any]:
         """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from types import GeneratorType
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -46,10 +46,15 @@ SNAPSHOT_S = 1.0
 
 # Batches done, items in them, their fingerprint, and the pickled state.
 Snapshot = tuple[int, int, int, bytes]
-# Of an epoch that was left: its seed, batches that were asked for, their fingerprint, and the last snapshot.
+# Of an epoch that was left: its seed, batches that were asked for (or all), their fingerprint, and the last snapshot.
 Left = tuple[int, int, int, Snapshot | None]
-# Of a stream: the fingerprint of its batches in this epoch, the last snapshot of it, and epochs that moved it before.
-Place = tuple[int, Snapshot | None, Sequence[Left]]
+WHOLE = -1
+# What the epochs before have made of the dataset, nothing if all is as before; False where not all of it can be given
+# on, None where nothing is said of it.
+Moved = bytes | Literal[False] | None
+# Of a stream: the fingerprint of its batches in this epoch, the last snapshot of it, epochs that moved it before, and
+# before these, what whole ones have made of the dataset.
+Place = tuple[int, Snapshot | None, Sequence[Left], bytes]
 
 
 class StreamFetcher:
@@ -129,6 +134,13 @@ class StreamFetcher:
                 "    try    seed what shuffles it from get_worker_info().seed, or give the "
                 "dataset state_dict() and load_state_dict()"
             )
+
+    def run_out(self, size: int, number: int) -> None:
+        """An epoch that another life has given, so many batches of it or the whole."""
+        while not self.ended and self.number != number:
+            self._seed(self.number)
+            with suppress(Failed, StopIteration):
+                self.take(size, Stage.REPLAY)
 
     def _restore(self, packed: bytes) -> bool:
         """False where it will not go on from there: then the stream is replayed from its start."""

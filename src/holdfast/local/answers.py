@@ -15,7 +15,7 @@ from holdfast.core.messages import Booted, BootFailed, Event, Exhausted, Finishe
 from holdfast.errors import HoldfastError
 from holdfast.local.journals import Journals
 from holdfast.local.lifeline import Lifeline, Parcel
-from holdfast.local.wire import MAGIC, RECORD, Kind
+from holdfast.local.wire import MAGIC, RECORD, End, Kind
 from holdfast.shm.memory import Memory
 
 _BATCH, _ERROR = MAGIC | Kind.BATCH, MAGIC | Kind.ERROR
@@ -23,17 +23,23 @@ _AT_ONCE = RECORD.size * 50
 
 
 class Answers:
-    """`lifelines`, `marks`, `items`: of each worker, as they are now; the last two are written here.
+    """`lifelines`, `marks`, `items`, `ends`: of each worker, as they are now; all but the first are written here.
 
     `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper.
     """
 
     def __init__(
-        self, lifelines: Sequence[Lifeline | None], marks: list[int], items: dict[int, int], journals: Journals
+        self,
+        lifelines: Sequence[Lifeline | None],
+        marks: list[int],
+        items: dict[int, int],
+        ends: dict[int, bytes | None],
+        journals: Journals,
     ) -> None:
         self._lifelines = lifelines
         self._marks = marks
         self._items = items
+        self._ends = ends
         self._journals = journals
         self._floor = 0
         self._taken: dict[tuple[int, ...], int] = {}  # record -> descriptor of its file
@@ -54,6 +60,7 @@ class Answers:
         self._floor = task
         self._marks[:] = [0] * len(self._marks)
         self._items.clear()
+        self._ends.clear()
 
     def drain(self, events: list[Event | Silence | Room]) -> None:
         """All that workers have said so far."""
@@ -103,6 +110,11 @@ class Answers:
             case Kind.EXHAUSTED:
                 if task >= self._floor:
                     self._items[worker] = buffers
+                    if spec_bytes:
+                        self._ends[worker] = line.slots.copy(slot, where) if spec_bytes == End.KNOWN else None
+                if slot >= 0:
+                    line.slots.used(slot, where)
+                    line.slots.put_back(slot)
                 return Exhausted(worker, life, task, bad)
             case Kind.ABANDONED:
                 return None  # its letter box is free already, and it had no slot

@@ -89,6 +89,7 @@ class LocalHost:
         self._lifelines: list[Lifeline | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
+        self.ends: dict[int, bytes | None] = {}  # and what they say at their end; None where they say it is not known
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self.resting = False  # it waits, and nothing is half done: what a signal handler raises now does no harm
@@ -115,7 +116,7 @@ class LocalHost:
 
     def _open(self) -> None:
         workers = len(self._lifelines)
-        self._answers = Answers(self._lifelines, self.marks, self.items, self._journals)
+        self._answers = Answers(self._lifelines, self.marks, self.items, self.ends, self._journals)
         self._parts.append(self._answers)
         self._vigil = Vigil(self._answers.pipe)
         self._parts.append(self._vigil)

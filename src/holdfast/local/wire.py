@@ -31,7 +31,9 @@ _SHORTER = ((64, 16 << 10), (16, 8 << 10), (16, 1 << 10), (9, 100))
 
 
 class Kind(IntEnum):
-    """What a RECORD says. Of EXHAUSTED `bad` is how many batches the stream had, `buffers` how many items."""
+    """What a RECORD says. Of EXHAUSTED `bad` is how many batches the stream had, `buffers` how many items, `spec_bytes`
+    an End, and in the slot, if there is one, are `where` bytes.
+    """
 
     BOOTED = 1
     BOOT_FAILED = 2
@@ -41,6 +43,13 @@ class Kind(IntEnum):
     ABANDONED = 6
     BATCH_IN_FILE = 7
     ERROR_IN_FILE = 8
+
+
+class End(IntEnum):
+    """What EXHAUSTED says of what the next life must know; 0 if nothing."""
+
+    KNOWN = 1
+    NOT_KNOWN = 2
 
 
 class StartLife(NamedTuple):

@@ -168,6 +168,10 @@ class Slots:
         self._usual = max(size, self._usual * 0.95)
         self._used[slot] = max(self._used[slot], size)
 
+    def copy(self, slot: int, size: int) -> bytes:
+        """The first bytes of a slot."""
+        return bytes(slot_view(self.memory, self.stride, slot)[0][:size])
+
     def lend(self, slot: int) -> memoryview | None:
         """The slot's bytes, to be looked at by the user; None when too many are lent already: copy them."""
         if len(self.lent) >= KEEPABLE:
