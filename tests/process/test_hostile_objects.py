@@ -168,7 +168,7 @@ PAST_EXCEPTION = {
     "BadStrBeyond",
     "BadReduceBeyond",
     "BadLoad",
-    "BadDict",
+    "BadAttributes",
     "BadNotesBeyond",
     "BadContext",
     "BadErrno",
@@ -240,7 +240,7 @@ def outcomes(loader):
     """Each batch as a list, or the type of what it raised; no worker has ended."""
     batches = iter(loader)
     found = []
-    while True:
+    for _ in range(2 * LENGTH):
         try:
             found.append(next(batches).tolist())
         except StopIteration:
