@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data._utils.collate as torch_collate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.loader.job import SlotStack
 from holdfast.shm import pack, place
@@ -191,6 +192,20 @@ def test_what_was_changed_is_packed_as_it_is(stack, desk, change, whole):
         assert (got.dtype, got.shape, got.requires_grad) == (batch.dtype, batch.shape, batch.requires_grad)
         assert torch.equal(got, batch)
         assert not desk.slot.placed
+
+
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_lies_in_the_slot_while_a_mode_of_the_users_is_told(stack, desk):
+    """Torch's own, for the default device, does no harm."""
+    samples = [image(0), image(1)]
+    with Watches():
+        assert collated(stack, desk, samples)[1] == 0
+    with torch.device("cpu"):
+        assert collated(stack, desk, samples)[1] == 1
 
 
 def test_samples_of_mixed_dtypes_become_the_firsts(stack, desk):

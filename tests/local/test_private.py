@@ -26,6 +26,15 @@ class Dataset:
     pass
 
 
+def opened(folder):
+    """The files for what one rank prints. What a failure leaves open is closed."""
+    output = Output(1, 1, folder, prefixed=False)
+    try:
+        output.open()
+    finally:
+        output.close()
+
+
 def keep(folder):
     part = RunFolder(str(folder), "loader", Dataset())
     part.write({"headline": "it died"})
@@ -45,9 +54,7 @@ def test_a_run_folder_is_its_users_alone(tmp_path, umask):
 
 def test_what_ranks_print_is_their_users_alone(tmp_path, umask):
     """The same holds for the log_dir of spawn."""
-    output = Output(1, 1, tmp_path / "logs", prefixed=False)
-    output.open()
-    output.close()
+    opened(tmp_path / "logs")
     (file,) = (tmp_path / "logs").iterdir()
     assert mode(file) == 0o600
     assert mode(tmp_path / "logs") == 0o700
@@ -99,7 +106,7 @@ def test_the_log_of_a_rank_is_not_written_through_a_link(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "logs" / "rank-0-attempt-1.log").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match=r"rank-0-attempt-1\.log"):
-        Output(1, 1, tmp_path / "logs", prefixed=False).open()
+        opened(tmp_path / "logs")
     assert (tmp_path / "precious").read_text() == "mine"
 
 
@@ -113,7 +120,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, caplog):
     assert f"belongs to uid {SOMEBODY}" in caplog.text
     assert "a folder of your own" in caplog.text
     with pytest.raises(PermissionError, match=f"belongs to uid {SOMEBODY}"):
-        Output(1, 1, tmp_path / "run", prefixed=False).open()
+        opened(tmp_path / "run")
     keep(tmp_path / "run" / "mine")
     assert len(list((tmp_path / "run" / "mine").iterdir())) == 3
 

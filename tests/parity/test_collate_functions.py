@@ -255,6 +255,51 @@ def test_a_class_of_the_users_inside_a_plain_sample():
     assert batches(DataLoader, lambda i: [{"a": (square(i), Shelf(b=square(i + 20)))}, i]) == want
 
 
+class Told(torch.Tensor):
+    """Is told of each function that it is given to: it changes what stack() made, and keeps it."""
+
+    kept: list = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        if function is torch.stack:
+            made = made.as_subclass(torch.Tensor)
+            cls.kept.append(made)
+            made = made.unsqueeze_(1) + sum(float(kept.sum()) for kept in cls.kept)
+        return made
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tensor_subclass_among_plain_ones(place):
+    """It is told of their stack(), wherever in the batch it is."""
+
+    def make(index):
+        return (square(index).as_subclass(Told) if index % BATCH == place else square(index)), square(index)
+
+    Told.kept.clear()
+    want = batches(TorchLoader, make)
+    Told.kept.clear()
+    assert batches(DataLoader, make) == want
+
+
+class Listens(torch.overrides.TorchFunctionMode):
+    """Is told of all functions."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.stack:
+            Told.kept.append(made)
+            made = made.unsqueeze_(1) + sum(float(kept.sum()) for kept in Told.kept)
+        return made
+
+
+def test_a_mode_of_the_users_in_the_worker():
+    """What it makes of a batch counts."""
+    Told.kept.clear()
+    check(lambda i: (square(i), i), worker_init_fn=lambda worker: Listens().__enter__())
+
+
 def test_a_function_registered_for_what_isinstance_says():
     keeper = Keeper()
     registry[Lists] = lambda batch, *, collate_fn_map=None: keeper(

@@ -77,6 +77,10 @@ class BadNotes(ValueError):
     __notes__ = property(refuse)
 
 
+class BadNotesBeyond(ValueError):
+    __notes__ = property(exit_)
+
+
 class BadAddNote(ValueError):
     add_note = exit_
 
@@ -164,7 +168,8 @@ PAST_EXCEPTION = {
     "BadStrBeyond",
     "BadReduceBeyond",
     "BadLoad",
-    "BadDict",
+    "BadAttributes",
+    "BadNotesBeyond",
     "BadContext",
     "BadErrno",
     "argument",
@@ -235,7 +240,7 @@ def outcomes(loader):
     """Each batch as a list, or the type of what it raised; no worker has ended."""
     batches = iter(loader)
     found = []
-    while True:
+    for _ in range(2 * LENGTH):
         try:
             found.append(next(batches).tolist())
         except StopIteration:
@@ -319,6 +324,11 @@ class Refuses:
     __repr__ = refuse
 
 
+class RefusesBeyond(Refuses):
+    def __reduce_ex__(self, protocol):
+        raise BadNotesBeyond("odd")
+
+
 class Opens:
     """Cannot be opened."""
 
@@ -365,6 +375,8 @@ def test_what_a_pool_cannot_send_or_open_is_said():
     with Pool(1) as pool:
         with pytest.raises(BadStr):
             pool.submit(id, Refuses()).result(timeout=60)
+        with pytest.raises(BadNotesBeyond):
+            pool.submit(id, RefusesBeyond()).result(timeout=60)
         assert isinstance(pool.submit(Refuses).exception(timeout=60), BadStr)
         assert isinstance(pool.submit(len, Opens()).exception(timeout=60), TaskLost)
         assert isinstance(pool.submit(Opens).exception(timeout=60), TaskLost)

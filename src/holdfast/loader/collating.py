@@ -3,7 +3,8 @@
 A batch that is collated into its slot is a tensor that is used again, over memory that is written again. That is safe
 as long as nobody can change or keep it before it is sent. Torch's own functions do neither. A function that the user
 has registered may, and so may a class of the user's that torch fills with parts of the batch: `update` of a mapping,
-`__new__` of a named tuple. Where there is one, the batch is made in memory of its own.
+`__new__` of a named tuple; a tensor subclass, which is told of each function that it is given to; and a mode of
+torch's, which is told of all. Where there is one, the batch is made in memory of its own.
 """
 
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data._utils.collate as torch_collate
+from torch.utils._device import DeviceContext
 
 # What torch looks up in its registry at once, and what it goes into.
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
@@ -25,6 +27,19 @@ _DEPTH = 12
 def is_torchs(function: object) -> bool:
     """Written in torch's module: not put in the place of its function, nor around it."""
     return type(function) is FunctionType and function.__globals__ is vars(torch_collate)
+
+
+def is_plain_torch(tensors: Any) -> bool:
+    """True where no code of the user's is told of a function of torch's that these are given to."""
+    return {torch.Tensor}.issuperset(map(type, tensors)) and not _is_watched()
+
+
+def _is_watched() -> bool:
+    """A mode of the user's is told of all of torch's functions. (Torch's own, of the default device, is harmless.)"""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    modes = range(torch._C._len_torch_function_stack())
+    return any(type(torch._C._get_function_stack_at(mode)) is not DeviceContext for mode in modes)
 
 
 class Overseer:
@@ -39,6 +54,8 @@ class Overseer:
     def sees_torch_alone(self, samples: Any) -> bool:
         """True where no code of the user's can come by what default_collate makes of these samples."""
         if type(samples) not in (list, tuple) or not samples or torch_collate.collate is not self._collate:
+            return False
+        if _is_watched():
             return False
         first = samples[0]  # torch goes by the first sample
         try:

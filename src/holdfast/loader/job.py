@@ -22,7 +22,7 @@ from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.carried import Carried
-from holdfast.loader.collating import Overseer, is_torchs
+from holdfast.loader.collating import Overseer, is_plain_torch, is_torchs
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
@@ -101,7 +101,7 @@ class SlotStack:
         first = batch[0]
         if first.is_nested or first.layout is not torch.strided:
             return self._torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-        if type(first) is not torch.Tensor or first.device.type != "cpu":
+        if not is_plain_torch(batch) or first.device.type != "cpu":
             return torch.stack(batch, 0)
         shape = len(batch), *first.shape
         try:

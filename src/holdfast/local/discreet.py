@@ -22,8 +22,8 @@ _HARMLESS = tuple(f"-{name}" for name in known.HARMLESS)
 _PLACES = ("PWD", "OLDPWD")
 # -phunter2: letters and figures, and nothing that ports, numbers and paths are made of.
 _GLUED = re.compile(r"-p(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[^\s/=:,.\"']{5,}")
-# PASSWORD=x, api_key=x, -Dspark.secret=x, "token": x, ...?key=x&sig=y
-_NAME = re.compile(r"(?<![\w.-])([\w.-]++)[\"']?(?:=|:\s?)")
+# PASSWORD=x, api_key=x, -Dspark.secret=x, "token": x, os.environ["TOKEN"]=x, ...?key=x&sig=y
+_NAME = re.compile(r"(?<![\w.-])([\w.-]++)[\"']?\]?(?:=|:\s?)")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s&;,]+")
 # scheme://user:password@host
 _IN_URL = re.compile(r"(?<=://)[^\s/]+@")
@@ -115,10 +115,12 @@ def _hide_values(words: Sequence[str]) -> list[str]:
         elif "*" in options[0] and not word.startswith("-"):
             shown.append(HIDDEN)
             continue
-        word, ahead = _read(word, *options)
-        shown.append(word)
+        told, ahead = _read(word, *options)
+        shown.append(told)
+        if told != word:
+            at = _end_of_value(word[len(told) - len(HIDDEN) :], words, at)
         if ahead and at < len(words):
-            at = _end_of_value(words, at)
+            at = _end_of_value(words[at], words, at + 1)
             shown.append(HIDDEN)
     return shown
 
@@ -131,10 +133,12 @@ def _read(word: str, ahead: frozenset[str], glued: frozenset[str]) -> tuple[str,
         return (f"{name}={HIDDEN}", False) if whole and name not in _PLACES else (word, word in ahead)
     if equals and value and (name in ahead or _is_secret(name)):
         return f"{name}={HIDDEN}", False
-    if word in ahead or (not equals and _is_secret(word)):
+    if word in ahead:
         return word, True
-    if word[:2] in glued and len(word) > 2:
-        return f"{word[:2]}{HIDDEN}", False
+    if word[:2] in glued and len(word) > 2:  # -psecret; but it may be an option of this name
+        return f"{word[:2]}{HIDDEN}", not equals and _is_secret(word)
+    if not equals and _is_secret(word):
+        return word, True
     if f"-{word[-1]}" in ahead and len(word) < 6 and word[1:].isalpha():
         return word, True  # curl -sSu
     if _GLUED.fullmatch(word) and not word.startswith(known.NO_PASSWORDS):
@@ -142,9 +146,9 @@ def _read(word: str, ahead: frozenset[str], glued: frozenset[str]) -> tuple[str,
     return word, False
 
 
-def _end_of_value(words: Sequence[str], at: int) -> int:
-    """Behind the value that begins there; in quotes it may be several words."""
-    quote = words[at][:1]
-    if quote in ('"', "'") and not (len(words[at]) > 1 and words[at].endswith(quote)):
-        return next((end + 1 for end in range(at + 1, len(words)) if words[end].endswith(quote)), at + 1)
-    return at + 1
+def _end_of_value(value: str, words: Sequence[str], at: int) -> int:
+    """Behind the value that begins so, before the word at this place; in quotes it may be several words."""
+    quote = value[:1]
+    if quote in ('"', "'") and not (len(value) > 1 and value.endswith(quote)):
+        return next((end + 1 for end in range(at, len(words)) if words[end].endswith(quote)), at)
+    return at

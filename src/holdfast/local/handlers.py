@@ -14,7 +14,7 @@ def raised_by_handler(error: BaseException) -> bool:
 
     A handler that the user's code had installed for itself, and has taken away by now, is part of that code.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if issubclass(type(error), KeyboardInterrupt):
         return True
     codes: list[CodeType] = []
     for number in signal.valid_signals():
@@ -24,7 +24,7 @@ def raised_by_handler(error: BaseException) -> bool:
             if code is None:
                 return True
             codes.append(code)
-    traceback: TracebackType | None = error.__traceback__
+    traceback: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)  # its class has no say
     while traceback is not None:
         if traceback.tb_frame.f_code in codes:
             return True

@@ -172,7 +172,9 @@ def told(error: BaseException, note: str, cause: RemoteTraceback) -> BaseExcepti
     note = legible(note)
     try:
         BaseException.add_note(error, note)
-    except Exception:
+    except BaseException as worse:
+        if raised_by_handler(worse):  # a Ctrl-C, say
+            raise
         cause = RemoteTraceback(f"{note}\n{cause}")
     vars(BaseException)["__cause__"].__set__(error, cause)
     return error

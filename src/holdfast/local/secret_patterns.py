@@ -96,7 +96,7 @@ NAMES = (
     *("credential", "credentials", "apikey", "accesskey", "secretkey", "privatekey", "contrasena"),
 )
 # or in one of these as a word of its own.
-WORDS = ("key", "pass", "pwd", "auth", "signature")
+WORDS = ("key", "pass", "pwd", "pat", "auth", "bearer", "signature")
 # But these end so too, and are no secrets: columns of data and databases, pieces of text.
 HARMLESS = (
     *("sort-key", "primary-key", "foreign-key", "partition-key", "group-key", "cache-key", "index-key", "hot-key"),
@@ -131,11 +131,13 @@ OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("rdesktop", "-p", "-p"),
     ("plink pscp psftp putty", "-pw", ""),
     ("nmcli", "password", ""),
+    ("twine", "-p", "-p"),
+    ("ssh-keygen", "-N -P", ""),
 )
 # The same for their command "login", and "*" for a word that is no option.
 LOGINS: tuple[tuple[str, str, str], ...] = (
     ("docker podman buildah skopeo nerdctl oras helm az oc cf", "-p", "-p"),
-    ("wandb", "*", ""),
+    ("wandb vault", "*", ""),
 )
 
 # "-phunter2": a password of any program, for it has letters and figures; but not where it begins like these words.

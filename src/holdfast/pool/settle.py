@@ -80,7 +80,7 @@ class Settler:
         if call.items > 1:
             self._halve(call)
             return
-        with suppress(Exception):  # notes of the user's that are no list, attributes that cannot be set
+        with suppress(BaseException):  # notes of the user's that are no list, attributes that cannot be set
             BaseException.add_note(error, f"while task {call.number} ({call.name}) was being pickled for a worker")
         self.done(call, None, error)
 
