@@ -9,7 +9,6 @@ import ast
 import base64
 import itertools
 import json
-import logging
 import os
 import pickle
 import time
@@ -19,10 +18,10 @@ from typing import IO, Any
 
 import cloudpickle
 
+from holdfast.local.handlers import warn
 from holdfast.local.private import open_new, open_to_append
 from holdfast.local.raised import shown
 
-log = logging.getLogger("holdfast")
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
 # How often totals are written.
@@ -131,7 +130,7 @@ class RunFolder:
             self._append(line)
         except OSError as error:
             if not self._failed:
-                log.warning("incidents cannot be kept in %s: %s", self.file, str(error))
+                warn(f"incidents cannot be kept in {self.file}: {error}")
             self._failed = True
         self._count += 1
 
@@ -159,7 +158,7 @@ class RunFolder:
                 json.dump(shot, file)
             draft.replace(path)
         except OSError as error:
-            log.warning("totals cannot be kept in %s: %s", path, str(error))
+            warn(f"totals cannot be kept in {path}: {error}")
             self._totals_failed = True
 
     def _append(self, line: str) -> None:

@@ -3,7 +3,6 @@
 Nothing here decides or waits. The same `Case` is behind the log line, the report and the text of an exception.
 """
 
-import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,9 @@ from holdfast.core.messages import Cause, Exited, Note, Place, Stage
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import Incident, Record, incident_of
 from holdfast.local.evidence import Evidence
+from holdfast.local.handlers import warn
 from holdfast.local.raised import Raised
 from holdfast.policy import Policy
-
-log = logging.getLogger("holdfast")
 
 
 class Voice:
@@ -44,7 +42,7 @@ class Voice:
         """Into the report and the log."""
         incident = incident_of(case)
         self.record.add(incident)
-        log.warning("%s", incident.line)
+        warn(incident.line)
         return incident
 
     def incident(self, note: Note | Silence) -> None:

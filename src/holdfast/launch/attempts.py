@@ -25,6 +25,7 @@ from holdfast.launch.surround import THREADS, Meeting, environment_of, threads_p
 from holdfast.launch.tell import Attempt
 from holdfast.local import forks
 from holdfast.local.evidence import facts_of
+from holdfast.local.handlers import warn
 from holdfast.local.linux import resident_bytes
 from holdfast.local.room import growth_bytes
 from holdfast.policy import Policy
@@ -68,7 +69,7 @@ class Ranks(ProcessContext):
         self._begun = ExitStack()  # ends what the attempt has begun
         self.attempt = 1
         for worry in too_many(nprocs, self._machine, start_method, resident_bytes(os.getpid())):
-            log.warning("%s", worry)
+            warn(worry)
 
     def begin(self) -> None:
         """Start them all. Whoever calls it calls `end` if it raises, whatever that is."""

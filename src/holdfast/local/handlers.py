@@ -1,12 +1,16 @@
-"""Did a signal handler raise this?
+"""Signal handlers that raise: did one raise this exception, and what does it leave behind?
 
 Between the user's code and us an exception says only what it is, not where it comes from. One that a handler of the
 trainer's raised (an alarm, a scheduler's warning) may come out of any line, and is nobody's mistake there.
 """
 
 import functools
+import logging
 import signal
 from types import CodeType, TracebackType
+from typing import Any
+
+log = logging.getLogger("holdfast")
 
 
 def raised_by_handler(error: BaseException) -> bool:
@@ -42,3 +46,30 @@ def _code_of(handler: object) -> CodeType | None:
         if isinstance(code, CodeType):
             return code
     return None
+
+
+def warn(line: str) -> None:
+    """One line in the log.
+
+    Until Python 3.12 a handler that raises while logging takes a lock leaves it taken for ever: the next thread that
+    logs would hang, a pool's for example. So what this call took and did not give back is given back.
+    """
+    before = [lock for lock in _locks_of_logging() if lock._is_owned()]
+    try:
+        log.warning("%s", line)
+    except BaseException:
+        for lock in _locks_of_logging():
+            while lock._is_owned() and lock not in before:
+                lock.release()
+        raise
+
+
+def _locks_of_logging() -> list[Any]:
+    """Those that it takes for a line of ours: the module's, and one for each handler."""
+    handlers: list[Any] = [logging.lastResort]
+    logger: logging.Logger | None = log
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    locks = [getattr(logging, "_lock", None), *(getattr(handler, "lock", None) for handler in handlers)]
+    return [lock for lock in locks if hasattr(lock, "_is_owned")]
