@@ -170,7 +170,7 @@ def train(kind: str, load: Load) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 4:
-        from holdfast.local.linux import die_with_parent
+        from holdfast.system.linux import die_with_parent
 
         die_with_parent(int(sys.argv[3]))  # whatever ends the benchmark ends this
         train(sys.argv[1], next(load for load in LOADS if load.name == sys.argv[2]))

@@ -78,8 +78,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 def bare_loop() -> Iterator[None]:
     """Loaders made inside have no supervision; their processes are forked with what is replaced here."""
     from holdfast.loader.fetch import MapFetcher
-    from holdfast.local import watch
-    from holdfast.local.pulse import Pulse
+    from holdfast.local.keeper import worker_watch
+    from holdfast.local.protocol.pulse import Pulse
 
     fetcher, pulse = MapFetcher.__init__, Pulse.__init__
 
@@ -94,7 +94,7 @@ def bare_loop() -> Iterator[None]:
         return [self.dataset[index] for index in draw.indices]
 
     with (
-        patch.object(watch, "TICK_S", 3600.0),
+        patch.object(worker_watch, "TICK_S", 3600.0),
         patch.object(Pulse, "__init__", without_stages),
         patch.object(MapFetcher, "__init__", without_words),
         patch.object(MapFetcher, "_one_by_one", samples),
@@ -106,9 +106,9 @@ def measure(load: Load) -> dict[str, list[float]]:
     """CPU seconds per batch of each of the four, the median turn of each generation."""
     from speed import WARM_BATCHES, end, take
 
-    from holdfast.local import vigil
+    from holdfast.local.trainer import local_host
 
-    vigil.SPIN_S = 0.0
+    local_host.SPIN_S = 0.0
     costs: dict[str, list[float]] = {name: [] for name in (*BARE, *SUPERVISED)}
     dataset = load.make()
     shuffled = partial(random.Random(0).sample, list(costs), len(costs))  # nobody always follows the same other
@@ -166,7 +166,7 @@ def _clock_of(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    from holdfast.local.linux import die_with_parent
+    from holdfast.system.linux import die_with_parent
 
     die_with_parent(int(sys.argv[2]))  # whatever ends the benchmark ends this
     (wanted,) = (load for load in LOADS if load.name == sys.argv[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import RankExited, RankRaised, core, errors, local
+from holdfast import RankExited, RankRaised, core, errors, local, system
 from holdfast.testing import FAULTS
 
 SOURCE = Path(holdfast.__file__).parent
@@ -19,6 +19,8 @@ LEVELS = [
     {"errors", "policy"},
     {"core"},
     {"shm"},
+    {"system"},
+    {"remote_exception"},
     {"local"},
     {"diagnose"},
     {"loader", "launch", "pool"},
@@ -52,11 +54,26 @@ def test_imports_point_one_way():
     assert not wrong
 
 
+PROCESSES = ["protocol", "worker", "keeper", "trainer"]
+
+
+def test_imports_between_the_processes_point_one_way():
+    wrong = []
+    for path in (SOURCE / "local").rglob("*.py"):
+        process = path.relative_to(SOURCE / "local").parts[0]
+        if process == "__init__.py":
+            continue
+        for name in re.findall(r"^\s*(?:from|import) holdfast\.local\.(\w+)", path.read_text(), re.MULTILINE):
+            if PROCESSES.index(name) > PROCESSES.index(process):
+                wrong.append(f"{path.relative_to(SOURCE)} imports local.{name}")
+    assert not wrong
+
+
 def test_torch_is_imported_where_it_belongs():
     allowed = {"loader", "launch", "pool", "testing", "cli"}
     for path in SOURCE.rglob("*.py"):
         parts = path.relative_to(SOURCE).parts
-        if parts[0] in allowed or parts in {("shm", "pack.py"), ("shm", "place.py")}:
+        if parts[0] in allowed or parts in {("shm", "pack.py"), ("shm", "slot_writer.py")}:
             continue
         assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
 
@@ -73,17 +90,19 @@ def test_the_map_of_the_package_is_true():
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
 
 
-@pytest.mark.parametrize("room", [core, local], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("room", [core, system, local], ids=lambda room: room.__name__)
 def test_the_map_of_a_room_is_true(room):
-    """Every module stands at the beginning of a line, in one list or alone; and nothing else does."""
-    lines = [re.split(r"  +", line)[0] for line in room.__doc__.splitlines()[1:]]
-    named = [name for line in lines if line and not line.endswith(":") for name in line.split(", ")]
-    assert sorted(named) == sorted(path.stem for path in Path(room.__file__).parent.glob("[a-z]*.py"))
+    """Every module, and every folder, stands at the beginning of a line, before its description; nothing else does."""
+    named = re.findall(r"^ *(\w+)/?  +", room.__doc__, re.MULTILINE)
+    there = [path for path in Path(room.__file__).parent.rglob("*") if path.suffix == ".py" or path.is_dir()]
+    assert sorted(named) == sorted(path.stem for path in there if path.stem.strip("_") == path.stem)
 
 
 def test_files_that_the_docs_name_exist():
     for page in DOCS.glob("*.md"):
-        for name in re.findall(r"`((?:core|shm|local|diagnose|loader|pool|launch)/\w+\.(?:py|c))`", page.read_text()):
+        for name in re.findall(
+            r"`((?:core|shm|system|local|diagnose|loader|pool|launch)/[\w/]+\.(?:py|c))`", page.read_text()
+        ):
             assert (SOURCE / name).exists(), f"{page.name}: {name}"
 
 

@@ -1,17 +1,19 @@
 """Holdfast: data loading for PyTorch with processes that are allowed to die.
 
-errors, policy   what can be raised, and what can be set
-core/            decides: the ledger, and whom it asks; no I/O, no clock
-shm/             shared memory: who owns which bytes
-local/           workers as processes of this machine: host, keeper, worker, pulse
-diagnose/        why it happened: findings, report
-loader/          the DataLoader, where iterator.py is the main path; CachedDataset and FileCache
-pool/            the Pool: any calls, in processes that may die
-launch/          spawn: N ranks, the first failure named, all started again if you wish
-testing/         faults to inject, for our tests and yours
-cli/             the command line
+errors, policy     what can be raised, and what can be set
+core/              decides: the ledger, and the modules that it asks; no I/O, no clock
+shm/               shared memory: who owns which bytes
+system/            what only asks Linux: /proc, control groups, prctl, signals
+remote_exception   exceptions on their way from a worker to the trainer
+local/             workers as processes of this machine: protocol, worker, keeper, trainer
+diagnose/          why it happened: findings, report
+loader/            the DataLoader, where iterator.py is the main path; CachedDataset and FileCache
+pool/              the Pool: any calls, in processes that may die
+launch/            spawn: N ranks, the first failure named, all started again if you wish
+testing/           faults to inject, for our tests and yours
+cli/               the command line
 
-An import points one way, down this list: a test keeps it so. core/ and local/ have maps of their own.
+An import points one way, down this list: a test keeps it so. core/, system/ and local/ have maps of their own.
 """
 
 from holdfast.diagnose.report import Incident, Report
@@ -32,7 +34,7 @@ from holdfast.errors import (
     WrongProcess,
 )
 from holdfast.launch.attempts import Ranks, spawn
-from holdfast.launch.errors import RankExited, RankRaised
+from holdfast.launch.cause import RankExited, RankRaised
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.dataloader import DataLoader
 from holdfast.loader.files import FileCache

@@ -18,7 +18,7 @@
 
 A user's own exception is raised as itself; `RemoteTraceback` is then its cause and shows where in the worker it
 came from. The type says what a caller can do, the text says why it happened. All fields are positional and are
-passed to `super().__init__`, so that each error survives pickling. The last two are in launch/errors.py.
+passed to `super().__init__`, so that each error survives pickling. The last two are in launch/cause.py.
 """
 
 import re

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from holdfast.core.crew import Crew
+from holdfast.core.autoscale import Autoscale
 
 # As in loader/iterator.py.
 LOOK_S = 0.25
@@ -61,14 +61,14 @@ class Pretended:
 
     def __init__(
         self,
-        crew: Crew,
+        autoscale: Autoscale,
         rate_of: Callable[[int], float],
         noise: float = 0.0,
         uneven: float = 0.0,
         step_s: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._crew, self._rate_of, self._step_s = crew, rate_of, step_s
+        self._autoscale, self._rate_of, self._step_s = autoscale, rate_of, step_s
         self._noise, self._uneven = noise, uneven
         self._random = Random(seed)
         self._weather: list[float] = []
@@ -84,7 +84,7 @@ class Pretended:
     def play(self, batches: int) -> Run:
         """Until so many more batches were delivered."""
         run = self.run
-        self._crew.rest()
+        self._autoscale.rest()
         self._muster()
         for turn in range(run.batches, run.batches + batches):
             began = self._at
@@ -117,12 +117,12 @@ class Pretended:
     def _look(self, waited_s: float) -> None:
         if self._at >= self._look_at:
             self._look_at = self._at + LOOK_S
-            self._crew.look(self._at, self.run.batches, waited_s)
+            self._autoscale.look(self._at, self.run.batches, waited_s)
             self._muster()
 
     def _muster(self) -> None:
         """Workers come or go; who goes ends what it has begun."""
-        allowed, workers = self._crew.allowed.workers, self._workers
+        allowed, workers = self._autoscale.allowed.workers, self._workers
         if allowed != len(workers):
             self.run.numbers.append((self._at, allowed))
         first = not workers

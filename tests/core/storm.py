@@ -64,7 +64,7 @@ def storm(
     cost = [rng.uniform(*sample_ms) / 1e3 for _ in range(samples)]
     fatal = {i: rng.uniform(0.1, 1.0) * cost[i] for i in poison}
     ledger = Ledger(workers, 2, Policy(bad_sample="skip", max_bad=1.0))
-    crew = [_Worker() for _ in range(workers)]
+    autoscale = [_Worker() for _ in range(workers)]
     tasks = [list(range(i, min(i + batch, samples))) for i in range(0, samples, batch)]
     outcome = Outcome()
     bad_of: dict[int, tuple[int, ...]] = {}
@@ -82,12 +82,12 @@ def storm(
         for action in ledger.on(event):  # type: ignore[arg-type]
             match action:
                 case Start(worker, life):
-                    crew[worker] = _Worker(life=life, up_at=clock + boot_ms / 1e3)
-                    plan(crew[worker].up_at, "up", worker, life)
+                    autoscale[worker] = _Worker(life=life, up_at=clock + boot_ms / 1e3)
+                    plan(autoscale[worker].up_at, "up", worker, life)
                 case Send(worker):
-                    crew[worker].queue.append(action)
+                    autoscale[worker].queue.append(action)
                     bad_of[action.task] = action.bad
-                    if crew[worker].idle and clock >= crew[worker].up_at:
+                    if autoscale[worker].idle and clock >= autoscale[worker].up_at:
                         begin(worker)
                 case Deliver(task, result):
                     delivered += 1
@@ -112,21 +112,21 @@ def storm(
         return [p for p in range(len(tasks[send.task])) if p not in send.bad]
 
     def begin(worker: int) -> None:
-        me = crew[worker]
+        me = autoscale[worker]
         me.position = journal.get(me.queue[0].task, 0)
         me.idle = False
         step(worker)
 
     def step(worker: int) -> None:
         """Begin the next sample of the present task, or finish it."""
-        me = crew[worker]
+        me = autoscale[worker]
         send = me.queue[0]
         positions = order(send)
         if me.position == len(positions):
             me.queue.pop(0)
             me.idle = True
             tell(Finished(worker, me.life, send.task, "batch"))
-            if crew[worker] is me and me.idle and me.queue:
+            if autoscale[worker] is me and me.idle and me.queue:
                 begin(worker)
             return
         me.busy_since = clock
@@ -137,7 +137,7 @@ def storm(
             plan(clock + cost[index], "sample", worker, me.life)
 
     def die(worker: int) -> None:
-        me = crew[worker]
+        me = autoscale[worker]
         outcome.deaths += 1
         place = None
         if me.queue and clock >= me.up_at:
@@ -158,16 +158,16 @@ def storm(
             assert kill_ms is not None
             die(worker)
             plan(clock + rng.uniform(*kill_ms) / 1e3, "kill", rng.randrange(workers), 0)
-        elif life != crew[worker].life:
+        elif life != autoscale[worker].life:
             continue
         elif what == "die":
             die(worker)
         elif what == "up":
             tell(Booted(worker, life))
-            if crew[worker].idle and crew[worker].queue:
+            if autoscale[worker].idle and autoscale[worker].queue:
                 begin(worker)
         else:
-            crew[worker].position += 1
+            autoscale[worker].position += 1
             step(worker)
     outcome.seconds = clock
     return outcome

@@ -36,7 +36,7 @@ from holdfast.core.messages import (
     Stop,
     Withdrawn,
 )
-from holdfast.core.story import Story, replay
+from holdfast.core.supervisor import Story, replay
 from holdfast.policy import Policy
 
 

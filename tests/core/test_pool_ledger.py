@@ -29,7 +29,7 @@ from holdfast.core.messages import (
     TakeBack,
     Withdrawn,
 )
-from holdfast.core.story import Story
+from holdfast.core.supervisor import Story
 from holdfast.policy import Policy
 
 

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from holdfast.core.crew import Crew
+from holdfast.core.autoscale import Autoscale
 from tests.core.pretended import Pretended, Run
 
 # One for each seed: how much the rate of each half second differs by chance.
@@ -69,9 +69,11 @@ CURVES = {
 
 def played(curve: Curve, per_s: float, batches: int, seed: int, fixed: bool = False) -> Run:
     top = curve.rate_of(curve.best)
-    crew = Crew(curve.best, curve.best, adapt=False) if fixed else Crew(curve.most, curve.start, adapt=True)
+    autoscale = (
+        Autoscale(curve.best, curve.best, adapt=False) if fixed else Autoscale(curve.most, curve.start, adapt=True)
+    )
     noise = NOISE[seed % len(NOISE)]
-    return Pretended(crew, lambda n: per_s * curve.rate_of(n) / top, noise, UNEVEN, seed=seed).play(batches)
+    return Pretended(autoscale, lambda n: per_s * curve.rate_of(n) / top, noise, UNEVEN, seed=seed).play(batches)
 
 
 @pytest.mark.parametrize(("per_s", "batches"), [(3, 1500), (30, 6000)])
@@ -104,16 +106,16 @@ def test_it_does_not_flap(name):
 
 
 def test_nothing_is_tried_while_the_trainer_does_not_wait():
-    crew = Crew(16, 4, adapt=True)
-    run = Pretended(crew, up_to(1000), 0.1, UNEVEN, step_s=0.5).play(500)
+    autoscale = Autoscale(16, 4, adapt=True)
+    run = Pretended(autoscale, up_to(1000), 0.1, UNEVEN, step_s=0.5).play(500)
     assert [number for _, number in run.numbers] == [4]
 
 
 def test_it_notices_that_times_have_changed():
     """Samples that needed a processor begin to wait for a disk."""
-    crew = Crew(16, 2, adapt=True)
+    autoscale = Autoscale(16, 2, adapt=True)
     now = [up_to(2)]
-    loader = Pretended(crew, lambda workers: 10 * now[0](workers), 0.05, UNEVEN)
+    loader = Pretended(autoscale, lambda workers: 10 * now[0](workers), 0.05, UNEVEN)
     assert loader.play(1000).last <= 4
     now[0] = up_to(1000)
     assert loader.play(10_000).last == 16

@@ -10,7 +10,7 @@ from holdfast.diagnose.fitness import Bad, Measured, Repeat, Sample, check_datas
 from holdfast.diagnose.forecast import forecast, memory_forecast, recommend
 from holdfast.diagnose.libraries import Process, check_process, openmp_runtimes
 from holdfast.diagnose.machine import Machine, read_machine
-from holdfast.local.cgroups import Group
+from holdfast.system.cgroups import ControlGroup
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -60,9 +60,12 @@ def test_this_machine_can_be_read_and_every_check_has_something_to_say():
 
 
 def test_quota_and_affinity_both_count():
-    assert Machine(cpus_allowed=16, cgroup=Group(cpus=3.5)).cpus == 4
-    assert Machine(cpus_allowed=16, cgroup=Group(cpus=0.2)).cpus == 1
-    assert Machine(memory_available=4 * GIB, cgroup=Group(memory_limit=3 * GIB, memory_used=GIB)).memory_free == 2 * GIB
+    assert Machine(cpus_allowed=16, cgroup=ControlGroup(cpus=3.5)).cpus == 4
+    assert Machine(cpus_allowed=16, cgroup=ControlGroup(cpus=0.2)).cpus == 1
+    assert (
+        Machine(memory_available=4 * GIB, cgroup=ControlGroup(memory_limit=3 * GIB, memory_used=GIB)).memory_free
+        == 2 * GIB
+    )
 
 
 # The machine ---------------------------------------------------------------------------------------------------------
@@ -79,13 +82,18 @@ def test_a_machine_without_worries_is_ok_throughout():
         (Machine(memory_available=GIB), "memory", "problem", "ps aux"),
         (Machine(memory_available=5 * GIB), "memory", "warning", "ps aux"),
         (Machine(swap_total=GIB, swap_free=0), "memory", "warning", "ps aux"),
-        (Machine(cgroup=Group(memory_limit=8 * GIB, memory_used=7 * GIB)), "memory-limit", "warning", "--memory=16g"),
-        (Machine(cgroup=Group(memory_limit=GIB, memory_used=GIB)), "memory-limit", "problem", "--memory=2g"),
+        (
+            Machine(cgroup=ControlGroup(memory_limit=8 * GIB, memory_used=7 * GIB)),
+            "memory-limit",
+            "warning",
+            "--memory=16g",
+        ),
+        (Machine(cgroup=ControlGroup(memory_limit=GIB, memory_used=GIB)), "memory-limit", "problem", "--memory=2g"),
         (Machine(nofile=(512, 4096)), "descriptors", "warning", "ulimit -n 4096"),
         (Machine(nofile=(64, None)), "descriptors", "problem", "ulimit -n 65536"),
         (Machine(nofile=(256, 256)), "descriptors", "warning", "--ulimit nofile=65536:65536"),
         (Machine(nproc=(105, 105)), "processes", "problem", "ulimit -u unlimited"),
-        (Machine(cgroup=Group(pids_max=60, pids_now=20)), "processes", "warning", "--pids-limit=-1"),
+        (Machine(cgroup=ControlGroup(pids_max=60, pids_now=20)), "processes", "warning", "--pids-limit=-1"),
         (Machine(address_space=(4 * GIB, None)), "address-space", "problem", "ulimit -v unlimited"),
         (Machine(address_space=(64 * GIB, None)), "address-space", "warning", "spark.executor.pyspark.memory"),
         (Machine(data=(4 * GIB, None)), "address-space", "warning", "ulimit -d unlimited"),
@@ -285,7 +293,7 @@ def test_the_forecast_adds_up():
 
 
 def test_too_many_workers_for_the_cgroup_are_a_problem_and_fewer_are_advised():
-    machine = Machine(cgroup=Group(memory_limit=GIB))
+    machine = Machine(cgroup=ControlGroup(memory_limit=GIB))
     check = memory_forecast(forecast(machine, measured(), 8, 32))
     assert check.verdict == "problem" and "num_workers=4" in check.advice
     setting = recommend(machine, measured(), 32, fork_safe=True, workers=8)

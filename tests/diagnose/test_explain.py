@@ -15,8 +15,7 @@ import pytest
 
 from holdfast.cli import explain as command
 from holdfast.diagnose.explain import CONSEQUENCES, FAMILIES, KINDS, QUOTE_CHARACTERS, QUOTED, SYSTEM, explain
-from holdfast.diagnose.logs.clue import Clue
-from holdfast.diagnose.logs.words import words
+from holdfast.diagnose.logs import Clue, words
 
 HERE = Path(__file__).parent
 LOGS = sorted((HERE / "logs").glob("*.txt"))

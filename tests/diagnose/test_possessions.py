@@ -1,11 +1,11 @@
 """What a process had is told where it helps, and nowhere else."""
 
 from holdfast.diagnose.possessions import what_it_had
-from holdfast.local.cgroups import Group
-from holdfast.local.evidence import Evidence
-from holdfast.local.look import Bounds, Look
+from holdfast.system.cgroups import ControlGroup
+from holdfast.system.evidence import Evidence
+from holdfast.system.snapshot import Bounds, Snapshot
 
-LOOK = Look(
+LOOK = Snapshot(
     age_s=1.25,
     descriptors=30,
     paths=(("/data/a.h5", 9), ("pipe", 3)),
@@ -37,7 +37,7 @@ def test_paths_are_not_told_twice():
 
 def test_near_the_limit_on_processes_threads_and_children_are_told():
     """Native code that is refused a thread may abort."""
-    group = Group(version=2, pids_max=60, pids_now=46)
+    group = ControlGroup(version=2, pids_max=60, pids_now=46)
     facts = what_it_had("worker-aborted", Evidence(pid=1, look=LOOK, bounds=BOUNDS, group=group))
     assert facts == (
         "1.2 s before: 3 threads (besides the main one: reader S, reader S)",

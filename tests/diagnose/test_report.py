@@ -8,7 +8,7 @@ from dataclasses import replace
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.report import KEPT, BadSample, Record, Report, incident_of
-from holdfast.local.evidence import Evidence, View
+from holdfast.system.evidence import Evidence, View
 
 CRASH = Case(
     what="exited",

@@ -10,11 +10,10 @@ import pytest
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL, speed
-from holdfast.local.cgroups import Group
-from holdfast.local.evidence import SHARED, Evidence, View
-from holdfast.local.oom import Oom
-from holdfast.local.raised import Raised, capture
-from holdfast.local.sender import Fault, Sender
+from holdfast.remote_exception import Raised, capture
+from holdfast.system.cgroups import ControlGroup, Oom
+from holdfast.system.evidence import SHARED, Evidence, View
+from holdfast.system.signals import Fault, Sender
 
 DEAD = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
 HUNG = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.DEADLINE, seconds=2.0, sample_timeout=2.0)
@@ -30,7 +29,7 @@ def named(case):
 
 
 def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
-    group = Group(memory_limit=64 << 30)
+    group = ControlGroup(memory_limit=64 << 30)
     cgroup = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("cgroup", 3, 4), group=group)))
     assert (cgroup.name, cgroup.confidence) == ("worker-oom-killed", "likely")
     assert "cgroup oom_kill 3 -> 4" in cgroup.seen

@@ -35,8 +35,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
 from holdfast.diagnose.finding import TRAINER
-from holdfast.local import life, spy
-from holdfast.local.sender import can_note
+from holdfast.local.keeper import worker_life
+from holdfast.system import snapshot
+from holdfast.system.signals import can_note
 from holdfast.testing.faults import FAULTS
 
 from . import peers
@@ -515,7 +516,7 @@ CAUSES = [
         "worker-silent",
         lambda: time.sleep(3),
         ("said nothing", "time.sleep(3)"),
-        before=lambda: setattr(life, "SILENT_S", 0.8),
+        before=lambda: setattr(worker_life, "SILENT_S", 0.8),
     ),
     Cause("in the kernel's own wait", "hang-uninterruptible", uninterruptible, ("state D",), SLOW),
     Cause("waits for a file lock", "hang-io", locked_file, ("flock", "/file"), SLOW, before=lock_the_file),
@@ -800,7 +801,7 @@ def missing(cause: Cause) -> str:
     if "java" in repr(cause.words) and shutil.which("java") is None:
         return "no JVM here"
     if cause.needs == "py-spy":
-        return "" if spy.find() is not None else "py-spy is not installed"
+        return "" if snapshot.find() is not None else "py-spy is not installed"
     if cause.needs == "python3.11":
         return "" if sys.version_info[:2] == (3, 11) else "this Python guards its C stack"
     if cause.needs == "x86_64":

@@ -199,7 +199,7 @@ class Run:
         assert self._epoch() == self.expected
         stayed = self.loader._iterator
         if stayed is not None:
-            for line in stayed._host._lifelines:
+            for line in stayed._host._channels:
                 deadline = time.monotonic() + 10  # a stream that has ended may still be asked for more
                 while len(line.slots._boxes) < stayed._factor * WORKERS and time.monotonic() < deadline:
                     stayed._host.wait(0.1)

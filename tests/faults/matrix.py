@@ -7,7 +7,7 @@ owed: "once"    the fault comes once: the epoch is whole, in order, nothing twic
 
 from dataclasses import dataclass
 
-from holdfast.local import sender
+from holdfast.system import signals
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ DEATHS = {
     "os-exit": ("code 5", "worker-exited"),
     "os-exit-0": ("code 0", "worker-exited"),
     "hang": ("hanging", "sample-hung"),
-    "hang-holding-gil": ("hanging", "hang-native" if sender.install is not None else "sample-hung"),
+    "hang-holding-gil": ("hanging", "hang-native" if signals.install is not None else "sample-hung"),
     "sigstop": ("hanging", "worker-stopped"),
 }
 RAISES = {

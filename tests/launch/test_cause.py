@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from holdfast.launch.cause import End, How, how, judge
+from holdfast.launch.cause import How, RankEnd, how, judge
 
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]"
 RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:446] Read error [127.0.0.1]:1: Connection reset by peer"
@@ -25,49 +25,49 @@ def blamed(*ends):
 
 
 def test_nobody_is_to_blame_when_all_return():
-    assert blamed(End(0, 5, 0), End(1, 9, 0)) is None
+    assert blamed(RankEnd(0, 5, 0), RankEnd(1, 9, 0)) is None
 
 
 def test_the_first_by_its_own_time_is_the_cause():
-    assert blamed(End(0, 9, SEGV), End(1, 5, KILL), End(2, 7, 1, "ValueError: no")) == 1
+    assert blamed(RankEnd(0, 9, SEGV), RankEnd(1, 5, KILL), RankEnd(2, 7, 1, "ValueError: no")) == 1
 
 
 @pytest.mark.parametrize("text", [GLOO, RESET, NCCL, STORE, PLAIN])
 def test_a_lost_peer_is_an_echo_even_when_it_is_noticed_first(text):
     """A death is noticed a moment after it happened; the peer may have raised by then."""
-    assert blamed(End(0, 10 * MS, 1, text), End(1, 12 * MS, KILL)) == 1
+    assert blamed(RankEnd(0, 10 * MS, 1, text), RankEnd(1, 12 * MS, KILL)) == 1
 
 
 def test_a_broken_connection_of_the_users_own_is_no_echo():
     """A service that does not answer: blamed before those who then lost their peer."""
     refused = "ConnectionError: HTTPConnectionPool(host='data'): Connection refused"
-    assert how(End(0, 5, 1, refused)) is How.BROKEN
-    assert blamed(End(0, 5, 1, refused), End(1, 6, 1, GLOO)) == 0
+    assert how(RankEnd(0, 5, 1, refused)) is How.BROKEN
+    assert blamed(RankEnd(0, 5, 1, refused), RankEnd(1, 6, 1, GLOO)) == 0
 
 
 def test_a_port_that_is_taken_is_no_echo():
     taken = "DistNetworkError: The server socket has failed to listen on any local network address. EADDRINUSE"
-    assert how(End(0, 5, 1, taken)) is How.FAILED
+    assert how(RankEnd(0, 5, 1, taken)) is How.FAILED
 
 
 def test_a_lost_peer_is_the_cause_when_there_is_no_other():
-    assert blamed(End(0, 10, 1, GLOO), End(1, 5, 0)) == 0
+    assert blamed(RankEnd(0, 10, 1, GLOO), RankEnd(1, 5, 0)) == 0
 
 
 def test_what_we_stopped_is_never_the_cause():
     """Also when it ends by an exception, or with a status, or by a crash, once it has our signal."""
     for code, said in ((TERM, ""), (KILL, ""), (1, "RuntimeError: stopped"), (3, ""), (SEGV, "")):
-        assert blamed(End(0, 900, code, said, stopped_ns=800), End(1, 950, 1, GLOO)) == 1
-        assert how(End(0, 900, code, said, stopped_ns=800)) is How.STOPPED
+        assert blamed(RankEnd(0, 900, code, said, stopped_ns=800), RankEnd(1, 950, 1, GLOO)) == 1
+        assert how(RankEnd(0, 900, code, said, stopped_ns=800)) is How.STOPPED
 
 
 def test_what_failed_before_our_signal_came_failed_by_itself():
-    assert blamed(End(0, 700, 1, "ValueError: no", stopped_ns=800), End(1, 750, 1, GLOO)) == 0
+    assert blamed(RankEnd(0, 700, 1, "ValueError: no", stopped_ns=800), RankEnd(1, 750, 1, GLOO)) == 0
 
 
 def test_nobody_is_to_blame_when_all_were_stopped():
     """Ctrl-C: there is no cause among the ranks."""
-    verdict = judge([End(0, 9, TERM, stopped_ns=8), End(1, 9, TERM, stopped_ns=8)])
+    verdict = judge([RankEnd(0, 9, TERM, stopped_ns=8), RankEnd(1, 9, TERM, stopped_ns=8)])
     assert verdict.cause is None
     assert [kind for _, kind in verdict.others] == [How.STOPPED] * 2
 
@@ -75,24 +75,26 @@ def test_nobody_is_to_blame_when_all_were_stopped():
 def test_an_abort_for_a_lost_peer_is_an_echo():
     """NCCL's watchdog and uncaught C++ exceptions of gloo abort the process; its last lines say why."""
     last = "terminate called after throwing an instance of 'gloo::IoException'\n  what(): Connection closed by peer"
-    assert blamed(End(0, 5, ABRT, output=last), End(1, 6, KILL)) == 1
-    assert blamed(End(0, 5, ABRT, output="assertion failed"), End(1, 6, KILL)) == 0
+    assert blamed(RankEnd(0, 5, ABRT, output=last), RankEnd(1, 6, KILL)) == 1
+    assert blamed(RankEnd(0, 5, ABRT, output="assertion failed"), RankEnd(1, 6, KILL)) == 0
 
 
 def test_an_exit_after_a_lost_peer_is_an_echo():
     """The user's own except clause printed it, and called sys.exit(1)."""
-    assert blamed(End(0, 5, 1, output=f"Traceback...\n{GLOO}"), End(1, 6, KILL)) == 1
+    assert blamed(RankEnd(0, 5, 1, output=f"Traceback...\n{GLOO}"), RankEnd(1, 6, KILL)) == 1
 
 
 def test_what_a_killed_rank_printed_does_not_clear_it():
-    assert blamed(End(0, 5, KILL, output=GLOO), End(1, 6, 1, "ValueError: no")) == 0
+    assert blamed(RankEnd(0, 5, KILL, output=GLOO), RankEnd(1, 6, 1, "ValueError: no")) == 0
 
 
 def test_a_sigterm_from_outside_can_be_the_cause():
-    assert blamed(End(0, 5, TERM), End(1, 6, 1, GLOO)) == 0
+    assert blamed(RankEnd(0, 5, TERM), RankEnd(1, 6, 1, GLOO)) == 0
 
 
 def test_the_others_are_told_in_the_order_of_their_ends():
-    verdict = judge([End(2, 30, 1, GLOO), End(1, 20, KILL), End(0, 40, TERM, stopped_ns=35), End(3, 10, 1, RESET)])
+    verdict = judge(
+        [RankEnd(2, 30, 1, GLOO), RankEnd(1, 20, KILL), RankEnd(0, 40, TERM, stopped_ns=35), RankEnd(3, 10, 1, RESET)]
+    )
     assert verdict.cause.rank == 1
     assert [(end.rank, kind) for end, kind in verdict.others] == [(3, How.ECHO), (2, How.ECHO), (0, How.STOPPED)]

@@ -7,11 +7,11 @@ import pytest
 
 from holdfast.core.messages import Place, Stage
 from holdfast.loader.journal import Journal
-from holdfast.local.journals import Journals
-from holdfast.local.pulse import PAGE, POSITION, Pulse
-from holdfast.shm.desk import Desk
+from holdfast.local.protocol.pulse import PAGE, POSITION, Pulse
+from holdfast.local.trainer.worker_channel import Journals
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer
+from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slots import Slots, strides_for
 
 STRIDE, COUNT, BUSY = 1 << 21, 6, 2
@@ -28,13 +28,13 @@ def mapped(size):
 def test_what_a_life_leaves_is_found_in_whatever_slot_it_was(taken):
     memory = mapped(strides_for(COUNT, BUSY) * STRIDE)
     slots = Slots(memory, STRIDE, COUNT, BUSY)
-    desk = Desk(memory, STRIDE, COUNT, None, lambda: True)
+    claims = SlotClaims(memory, STRIDE, COUNT, None, lambda: True)
     for _ in range(taken):  # batches that the trainer looks at
-        desk.space()
-        desk.hand_over(0)
+        claims.space()
+        claims.hand_over(0)
     pulse = Pulse(mapped(PAGE), 0)
     pulse.enter(Stage.FETCH)
-    journal = Journal(Packer(), desk.space(), pulse.words, 4)
+    journal = Journal(Packer(), claims.space(), pulse.words, 4)
     random.seed(5)
     for position, sample in enumerate(({"a": 1}, b"two")):
         pulse.words[POSITION] = position
@@ -48,6 +48,6 @@ def test_what_a_life_leaves_is_found_in_whatever_slot_it_was(taken):
     saved, count = kept[7]
     random.seed(99)
     next_life = Pulse(mapped(PAGE), 0)
-    again = Journal(Packer(), desk.space(), next_life.words, 4)
+    again = Journal(Packer(), claims.space(), next_life.words, 4)
     assert again.restore(memoryview(saved), count) == [{"a": 1}, b"two"]
     assert random.getstate() == after

@@ -7,10 +7,9 @@ import socket
 import pytest
 
 from holdfast.core.messages import Finished
-from holdfast.local.answers import Answers
-from holdfast.local.journals import Journals
-from holdfast.local.lifeline import begin_life
-from holdfast.local.wire import MAGIC, RECORD, Kind
+from holdfast.local.protocol.wire import MAGIC, RECORD, Kind
+from holdfast.local.trainer.answers import Answers
+from holdfast.local.trainer.worker_channel import Journals, begin_life
 from holdfast.shm.memory import new_file
 from tests.conftest import descriptors, free_descriptors
 

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from holdfast.local import pulse
-from holdfast.local.pulse import POSITION, SINCE, STAGE, PlainRecorder, new_words
+from holdfast.local.protocol import pulse
+from holdfast.local.protocol.pulse import POSITION, SINCE, STAGE, PlainRecorder, new_words
 
 try:
-    from holdfast.local._pulse import Recorder
+    from holdfast.local.protocol._pulse import Recorder
 except ImportError:
     Recorder = None
 

@@ -5,15 +5,15 @@ import socket
 import pytest
 
 from holdfast.core.messages import Cause, Place, Stage
-from holdfast.local.evidence import Evidence, View
-from holdfast.local.look import Bounds, Look
-from holdfast.local.outbox import Outbox
-from holdfast.local.wire import MOST_BYTES, KeeperSignalled, KeeperUp, LifeEnded, RoomLeft, decode, encode
+from holdfast.local.keeper.worker_watch import Outbox
+from holdfast.local.protocol.wire import MOST_BYTES, KeeperSignalled, KeeperUp, LifeEnded, RoomLeft, decode, encode
+from holdfast.system.evidence import Evidence, View
+from holdfast.system.snapshot import Bounds, Snapshot
 
 ON = Place(7, 1, Stage.FETCH, 0.5)
 CROWD = tuple((pid, "x" * 300) for pid in range(900))
 LARGE = {
-    "children": {"view": View(children=CROWD), "look": Look(children=CROWD)},
+    "children": {"view": View(children=CROWD), "look": Snapshot(children=CROWD)},
     "line": {"view": View(line="x" * 3_000_000)},
     "native": {"view": View(native=tuple("f" * 50_000 for _ in range(12)))},
     "stack": {"stack": "x" * 300_000},
@@ -26,7 +26,7 @@ LARGE = {
         "limits": ("x" * 300_000,) * 900,
         "worlds": ("x" * 300_000,) * 900,
         "view": View("S", *["x" * 300_000] * 4, line="x" * 300_000, others=("x" * 300_000,) * 900, children=CROWD),
-        "look": Look(paths=CROWD, others=("x" * 300_000,) * 900, children=CROWD),
+        "look": Snapshot(paths=CROWD, others=("x" * 300_000,) * 900, children=CROWD),
         "bounds": Bounds((("RLIMIT_NOFILE", 1024, None),), tuple(range(4096))),
     },
 }

@@ -1,6 +1,6 @@
 """The batches of torch's own loader and of ours are the same: types, dtypes, shapes and bytes, small and large.
 
-Batches from 1 MB on take another way than small ones (shm/place.py), and samples of a tuple another than a dict's.
+Batches from 1 MB on take another way than small ones (shm/slot_writer.py), and samples of a tuple another than a dict's.
 """
 
 import copy

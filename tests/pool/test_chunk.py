@@ -5,12 +5,12 @@ import os
 import numpy as np
 import pytest
 
-from holdfast.local.pulse import FIELDS, JOURNAL_BYTES, JOURNALLED
-from holdfast.local.wire import Kind
+from holdfast.local.protocol.pulse import FIELDS, JOURNAL_BYTES, JOURNALLED
+from holdfast.local.protocol.wire import Kind
 from holdfast.pool.chunk import Results, left_by, unfold
 from holdfast.shm.memory import Memory
 from holdfast.shm.pack import Packer
-from holdfast.shm.place import SlotSpace
+from holdfast.shm.slot_writer import SlotSpace
 
 
 @pytest.fixture

@@ -133,12 +133,12 @@ DATASETS = {"freed": LeaksSlowly, "files": LeaksFiles, "heavy": Heavy, "slow": S
 
 def main(name, workers):
     import holdfast
-    from holdfast.local import marks
+    from holdfast.local.worker import thresholds
 
     if name == "files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     if name == "names":  # the keeper is forked from here
-        marks.COPY_LEAST, marks.COPY_LOOKS_S = 8 * MIB, (0.5, 1.0, 2.0, 3.0, 4.0)
+        thresholds.COPY_LEAST, thresholds.COPY_LOOKS_S = 8 * MIB, (0.5, 1.0, 2.0, 3.0, 4.0)
     dataset = DATASETS[name]()
     policy = holdfast.Policy(worker_memory="60MiB") if name == "freed" else None
     many = workers if workers == "auto" else int(workers)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from holdfast import DataLoader
 from holdfast.loader import device as ferrying
 from holdfast.loader.cuda import Driver
-from holdfast.loader.gate import CudaGate, gate
+from holdfast.loader.cuda_slots import CudaSlots, gate
 from holdfast.loader.iterator import WorkerIterator
 
 from ..conftest import mappings
@@ -56,7 +56,7 @@ def busy(milliseconds, stream=None):
 
 
 def registered(iterator: WorkerIterator):
-    return [line.slots.registered for line in iterator._host._lifelines if line is not None]
+    return [line.slots.registered for line in iterator._host._channels if line is not None]
 
 
 class Mixed(torch.utils.data.Dataset):
@@ -339,7 +339,7 @@ def test_pinned_batches_are_pinned_and_not_copied(method):
         assert images.is_pinned() and labels.is_pinned()
         if place == 8:
             assert all(registered(iterator))
-            memories = [line.slots.memory for line in iterator._host._lifelines]
+            memories = [line.slots.memory for line in iterator._host._channels]
             assert any(m.address <= images.data_ptr() < m.address + m.size for m in memories)
         assert torch.equal(images[:, 0, 0, 0].long(), labels)
         assert labels.tolist() == list(range(place, place + 4))
@@ -363,7 +363,7 @@ def test_pin_memory_device_is_accepted():
 def copied_late(monkeypatch, guard):
     """Labels of batches against what copies of them, queued behind 30 ms of other work and dropped at once, read."""
     if guard == "none":
-        monkeypatch.setattr(CudaGate, "hold", lambda self, slots, slot: slots.let_go(slot))
+        monkeypatch.setattr(CudaSlots, "hold", lambda self, slots, slot: slots.let_go(slot))
     elif guard == "current stream":
 
         def mark(driver):

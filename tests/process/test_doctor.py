@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.cli import doctor
 from holdfast.diagnose.fitness import check_dataset
+from holdfast.loader.measure import weigh
 from holdfast.loader.probe import pickled_size, probe, spread
-from holdfast.loader.weigh import weigh
 
 
 class Good(Dataset):

@@ -14,8 +14,9 @@ import pytest
 
 import holdfast
 from holdfast import DataLoader
-from holdfast.launch import group, output
-from holdfast.local import answers, forks, host, leash, lifeline, vigil
+from holdfast.launch import output, rank_group
+from holdfast.local.trainer import answers, keeper_process, local_host, worker_channel
+from holdfast.shm import forks
 from tests.conftest import descriptors
 from tests.process import ranks
 from tests.process.data import Images
@@ -47,7 +48,7 @@ class Watcher:
 def lent(iterator):
     """Slots that nobody looks at any more, and that did not come back."""
     gc.collect()
-    slots = [line.slots for line in iterator._host._lifelines]
+    slots = [line.slots for line in iterator._host._channels]
     for each in slots:
         each._reclaim()
     return sum(len(each.lent) for each in slots)
@@ -221,7 +222,7 @@ class ForksAtEachLine:
 
     def _fork(self):
         while self._asked.get() is not None:
-            watched = any(isinstance(each, host.LocalHost) for each in forks._living(forks._open))
+            watched = any(isinstance(each, local_host.LocalHost) for each in forks._living(forks._open))
             reading, writing = os.pipe()
             pid = os.fork()
             if pid == 0:
@@ -238,7 +239,7 @@ class ForksAtEachLine:
 def test_a_loader_may_be_half_made_when_another_thread_forks(unraisable):
     """The child closes what there is. It keeps no end of a socket: the keeper's death would not be noticed."""
     gc.collect()
-    with ForksAtEachLine([host, leash, answers, vigil, lifeline], unraisable) as moments:
+    with ForksAtEachLine([local_host, keeper_process, answers, local_host, worker_channel], unraisable) as moments:
         iterator = iter(DataLoader(Images(16), batch_size=2, num_workers=2))
         firsts = [int(labels[0]) for _, labels in iterator]
     assert firsts == list(range(0, 16, 2))
@@ -248,7 +249,7 @@ def test_a_loader_may_be_half_made_when_another_thread_forks(unraisable):
 
 def test_ranks_may_be_half_started_when_another_thread_forks(unraisable):
     """The child closes what there is, and says nothing."""
-    with ForksAtEachLine([group, output], unraisable) as moments:
+    with ForksAtEachLine([rank_group, output], unraisable) as moments:
         assert holdfast.spawn(ranks.nothing, nprocs=2, start_method="fork") is None
     assert len(moments.lines) > 20
     assert {where: told for where, told in moments.lines.items() if told} == {}
@@ -258,7 +259,7 @@ def test_a_child_does_not_hide_the_death_of_a_keeper():
     """Not even one that was forked while the keeper was being started."""
     loader = DataLoader(Images(40), batch_size=2, num_workers=2)
     watchers = []
-    launched = leash.birth.fork_keeper
+    launched = keeper_process.keeper_birth.fork_keeper
 
     def forks_too(*arguments):
         thread = threading.Thread(target=lambda: watchers.append(Watcher(np.zeros(1))))
@@ -266,11 +267,11 @@ def test_a_child_does_not_hide_the_death_of_a_keeper():
         thread.join()
         return launched(*arguments)
 
-    leash.birth.fork_keeper = forks_too
+    keeper_process.keeper_birth.fork_keeper = forks_too
     try:
         iterator = iter(loader)
     finally:
-        leash.birth.fork_keeper = launched
+        keeper_process.keeper_birth.fork_keeper = launched
     next(iterator)
     os.kill(iterator._host.keeper_pid, 9)
     began = time.monotonic()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import holdfast
 from holdfast import CachedDataset, DataLoader, FileCache, Pool
 from holdfast.errors import WrongProcess
-from holdfast.local.pulse import FLOOR, WANTED
+from holdfast.local.protocol.pulse import FLOOR, WANTED
 from tests.process import calls, ranks
 from tests.process.data import Images, Numbers
 from tests.process.test_loader import METHODS
@@ -144,7 +144,7 @@ def test_pages_that_a_child_inherits_are_closed_to_writing():
     iterator = iter(DataLoader(Images(40, 128), batch_size=4, num_workers=2))
     held = next(iterator)
     host = iterator._host
-    line = next(line for line in host._lifelines if line.slots.lent)
+    line = next(line for line in host._channels if line.slots.lent)
 
     def attack():
         ways = {
@@ -161,7 +161,7 @@ def test_pages_that_a_child_inherits_are_closed_to_writing():
             except TypeError:
                 refused.append(name)
         line.slots.memory.give_back(0, line.slots.memory.size)
-        host._leash.kill()
+        host._keeper_process.kill()
         line.send(5, b"letter")
         return refused
 

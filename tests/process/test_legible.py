@@ -12,7 +12,7 @@ from holdfast.cli import main
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import incident_of
 from holdfast.errors import HoldfastError, RemoteTraceback, SampleError, legible
-from holdfast.local.raised import Raised
+from holdfast.remote_exception import Raised
 
 # Clears the screen, sets the title, goes back to the line's begin, turns the direction of writing, breaks lines; and
 # half a character, as file names have them.

@@ -88,7 +88,7 @@ def test_batches_that_were_ready_when_an_epoch_was_left_give_their_memory_back(i
             iterator._supervisor.step(5)
     assert len(list(loader)) == 12
     assert loader.stats()["restarts"] == 0
-    claimed = [sum(line.slots._states) for line in loader._iterator._host._lifelines]
+    claimed = [sum(line.slots._states) for line in loader._iterator._host._channels]
     assert max(claimed) <= 4, claimed
 
 
@@ -471,7 +471,7 @@ def test_labels_alone_keep_only_labels():
     loader = DataLoader(Images(80), batch_size=4, num_workers=2)
     iterator = iter(loader)
     labels = [next(iterator)[1] for _ in range(10)]
-    slots = [line.slots for line in iterator._host._lifelines]
+    slots = [line.slots for line in iterator._host._channels]
     gc.collect()
     [s._reclaim() for s in slots]
     assert not any(s.lent for s in slots)
@@ -480,7 +480,7 @@ def test_labels_alone_keep_only_labels():
 
 def test_batches_larger_than_a_slot():
     """They get a file of their own."""
-    from holdfast.local import lifeline as host
+    from holdfast.local.trainer import worker_channel as host
 
     before = host.stride_for
     host.stride_for = lambda slots: 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.local import linux
+from holdfast.system import linux
 
 ROOT = Path(__file__).parents[2]
 

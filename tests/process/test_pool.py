@@ -436,7 +436,7 @@ def test_cancelling_many_hits_no_other(forked, tmp_path):
 
 def retire_one(pool):
     """As when memory runs short: one worker is to leave after its task. The dispatcher thinks of it once a second."""
-    pool._dispatcher._crew.room(1, False)
+    pool._dispatcher._autoscale.room(1, False)
 
     def told():
         pool.submit(calls.square, 2)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
 from holdfast.cli import main
-from holdfast.diagnose import runfolder
+from holdfast.diagnose import run_folder
 
 
 class Moody(Dataset):
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_costs_no_batch(tmp_path, monkeypatch, c
 
 
 def test_a_large_dataset_is_not_kept(folder, monkeypatch):
-    monkeypatch.setattr(runfolder, "MOST_BYTES", 10)
+    monkeypatch.setattr(run_folder, "MOST_BYTES", 10)
     run_epoch(Moody())
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".jsonl"]  # totals and incidents
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
 from holdfast.cli import main
-from holdfast.diagnose.runfolder import from_text, to_text
+from holdfast.diagnose.run_folder import from_text, to_text
 
 
 class Numbers(Dataset):

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from holdfast.local import sender
+from holdfast.system import signals
 
-needs_compiler = pytest.mark.skipif(sender.install is None, reason="built without a compiler")
+needs_compiler = pytest.mark.skipif(signals.install is None, reason="built without a compiler")
 
 SCRIPT = """
 import os, signal, subprocess, sys, time

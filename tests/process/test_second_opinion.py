@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
-from holdfast.local import spy
+from holdfast.system import snapshot
 
 
 class Troubled(Dataset):
@@ -35,8 +35,8 @@ def slow_spy(tmp_path, monkeypatch):
     program = tmp_path / "py-spy"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
-    monkeypatch.setattr(spy, "find", lambda: str(program))
-    monkeypatch.setattr(spy, "LOOK_S", 2.0)
+    monkeypatch.setattr(snapshot, "find", lambda: str(program))
+    monkeypatch.setattr(snapshot, "LOOK_S", 2.0)
 
 
 def test_other_workers_are_watched_while_it_looks(slow_spy, tmp_path):

@@ -11,9 +11,9 @@ import torch
 
 from holdfast import DataLoader, Policy
 from holdfast.core.messages import Stage
-from holdfast.local.pulse import STAGE, TASK
-from holdfast.shm import desk
-from holdfast.shm.desk import Desk
+from holdfast.local.protocol.pulse import STAGE, TASK
+from holdfast.shm import slot_claims
+from holdfast.shm.slot_claims import SlotClaims
 
 WORKERS = 2
 # Of four samples 20 MB.
@@ -47,7 +47,7 @@ def crowded(monkeypatch):
 @pytest.fixture
 def patient(monkeypatch):
     """Workers that wait for a slot as long as they may: nobody else shall have to wait until they give up."""
-    monkeypatch.setattr(desk, "MOMENT_S", 240.0)
+    monkeypatch.setattr(slot_claims, "MOMENT_S", 240.0)
 
 
 def firsts(loader):
@@ -55,20 +55,20 @@ def firsts(loader):
 
 
 def touched(iterator):
-    return [sum(map(bool, line.slots._used)) for line in iterator._host._lifelines]
+    return [sum(map(bool, line.slots._used)) for line in iterator._host._channels]
 
 
 def test_samples_are_loaded_before_a_slot_is_claimed(monkeypatch):
     """While the trainer looks at the last batch, there is something to do that needs no slot."""
     reading, writing = os.pipe()
-    claim = Desk.space
+    claim = SlotClaims.space
 
     def noted(self):
         if self._space is None:
             note(writing, 1)
         return claim(self)
 
-    monkeypatch.setattr(Desk, "space", noted)
+    monkeypatch.setattr(SlotClaims, "space", noted)
     assert firsts(DataLoader(Large(12, writing), batch_size=4, num_workers=WORKERS)) == [0, 4, 8]
     os.close(writing)
     with os.fdopen(reading, "rb") as notes:

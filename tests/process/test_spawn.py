@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 import holdfast
 from holdfast import CannotSend, HoldfastError, Policy, RankExited, RankRaised
-from holdfast.local import linux
+from holdfast.system import linux
 
 from . import ranks
 

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 
 from holdfast import DataLoader, LoaderTorn, Policy, StreamBroken
 from holdfast.loader import job
+from holdfast.loader.batch_requests import BatchRequests
 from holdfast.loader.iterator import WorkerIterator
-from holdfast.loader.orders import Orders
 from holdfast.loader.stream import StreamFetcher
 
 from .data import Numbers
@@ -294,12 +294,12 @@ def test_a_batch_that_got_lost_in_the_trainer_is_noticed(dataset, monkeypatch):
 
 def test_a_batch_of_a_stream_that_was_never_asked_for_is_noticed(monkeypatch):
     """The worker counts its batches, and is asked for each by its number."""
-    told = Orders.payload
+    told = BatchRequests.payload
 
     def skips_one(self, send):
         return told(self, send._replace(number=send.number + (send.number >= 3)))
 
-    monkeypatch.setattr(Orders, "payload", skips_one)
+    monkeypatch.setattr(BatchRequests, "payload", skips_one)
     with pytest.raises(StreamBroken, match="has come to batch 3, and was asked for batch 4"):
         list(DataLoader(Plain(40), batch_size=2, num_workers=2))
 

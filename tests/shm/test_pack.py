@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from holdfast.shm import pack
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
-from holdfast.shm.place import FileSpace, Full, SlotSpace
+from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 
 Point = collections.namedtuple("Point", "x y")
 

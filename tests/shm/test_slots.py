@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from holdfast.shm.desk import Desk
 from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, stride_for, strides_for
 
 from ..interrupt import Alarm, Interrupt, handler_raises
@@ -21,8 +21,8 @@ def slots():
     memory = Memory(fd, size)
     os.close(fd)
     made = Slots(memory, STRIDE, 6, 4)
-    desk = Desk(memory, STRIDE, 6, None, lambda: True)
-    made.take = lambda: (made._reclaim(), desk.space(), desk.hand_over(0))[2]  # as the worker does, after a next()
+    claims = SlotClaims(memory, STRIDE, 6, None, lambda: True)
+    made.take = lambda: (made._reclaim(), claims.space(), claims.hand_over(0))[2]  # as the worker does, after a next()
     return made
 
 

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from holdfast.cli.show import show
-from holdfast.local.birth import flush_output
-from holdfast.local.linux import die_with_parent, signal_name
+from holdfast.local.trainer.keeper_birth import flush_output
+from holdfast.system.linux import die_with_parent, signal_name
 
 T = TypeVar("T")
 Say = Callable[[str], None]

@@ -21,10 +21,12 @@ from typing import Any
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.cli.show import show
 from holdfast.diagnose.finding import Again
-from holdfast.diagnose.runfolder import from_pickle, from_text
-from holdfast.loader.again import load_again
-from holdfast.local.birth import flush_output
-from holdfast.local.linux import die_with_parent, signal_name
+from holdfast.diagnose.run_folder import from_pickle, from_text
+from holdfast.errors import legible
+from holdfast.loader.seeds import Seeder
+from holdfast.local.trainer.keeper_birth import flush_output
+from holdfast.remote_exception import text_of
+from holdfast.system.linux import die_with_parent, signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -168,3 +170,19 @@ def _in_child(dataset: Any, again: Again) -> int:
     if code < 0:
         show(f"the child was ended by {signal_name(-code)}")
     return int(code != 0)
+
+
+# One sample once more, with the random numbers that it had: for `holdfast repro`.
+
+
+def load_again(dataset: Any, again: Again) -> Any:
+    """The sample. Those before it in its batch are loaded first: they draw from the same generators."""
+    Seeder().seed(again.seed, again.batch)
+    *before, wanted = again.indices
+    for index in before:
+        try:
+            dataset[index]
+        except Exception as error:
+            said = f"(index {index!r}, before it, raised {type(error).__name__}: {text_of(error)})"
+            print(legible(said), file=sys.stderr)
+    return dataset[wanted]

@@ -15,13 +15,16 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
 
+import torch.utils.data
+import torch.utils.data.dataloader
+
 from holdfast.diagnose.finding import TRAINER, Case
 from holdfast.diagnose.report import incident_of
-from holdfast.diagnose.runfolder import RunFolder
-from holdfast.loader.everywhere import replace_torchs_loader
-from holdfast.local.evidence import Evidence
-from holdfast.local.witness import Witness
+from holdfast.diagnose.run_folder import RunFolder
+from holdfast.loader.dataloader import DataLoader
+from holdfast.local.trainer.signal_witness import SignalWitness
 from holdfast.policy import PARSERS, Policy
+from holdfast.system.evidence import Evidence
 
 _HELP = {
     "bad_sample": "raise, skip or replace: a sample that cannot be loaded",
@@ -59,7 +62,7 @@ def run(chosen: argparse.Namespace) -> int:
         print(f"holdfast run: cannot read {chosen.script}", file=sys.stderr)
         return 2
     replace_torchs_loader()
-    Witness(partial(_tell, RunFolder.from_environment("trainer"))).start()
+    SignalWitness(partial(_tell, RunFolder.from_environment("trainer"))).start()
     try:
         begin()
     except Exception as error:
@@ -108,3 +111,15 @@ def _tell(folder: RunFolder | None, number: int, evidence: Evidence) -> None:
     os.write(2, f"holdfast: {incident}\n".encode())
     if folder is not None:
         folder.write(asdict(incident))
+
+
+# `from torch.utils.data import DataLoader` gives Holdfast's: for programs that shall not be changed.
+
+
+def replace_torchs_loader() -> None:
+    """From now on, for whoever asks torch for the name. What was imported before keeps torch's own.
+
+    Ours is a subclass of torch's: `isinstance` of a loader with either of them stays true.
+    """
+    torch.utils.data.DataLoader = DataLoader  # type: ignore[misc]
+    torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]

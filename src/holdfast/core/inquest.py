@@ -6,15 +6,14 @@ past, that is bad, however few strikes it has; if it is not, going on would not 
 says.
 """
 
+import math
 import signal
 from enum import Enum, auto
 from typing import NamedTuple
 
-from holdfast.core import blame
 from holdfast.core.messages import Cause, Exited, Place, Stage
-from holdfast.core.patience import Patience
-from holdfast.core.roster import Worker
-from holdfast.core.task import Task, past_of
+from holdfast.core.restart_budget import RestartBudget
+from holdfast.core.roster import Task, WorkerState, past_of
 from holdfast.policy import Policy
 
 # Signals that a program raises against itself by what it does; all others may come from anybody.
@@ -32,7 +31,7 @@ OWN_FAULT = frozenset(
 WHOLE_TASK = -1  # the position that stands for collate and send
 
 
-class Outcome(Enum):
+class AfterDeath(Enum):
     """What is to be done after a death."""
 
     AGAIN = auto()  # a new life, and the task once more
@@ -44,7 +43,7 @@ class Outcome(Enum):
 class Verdict(NamedTuple):
     """`strike` of `needed`: how the sample stands; 0 of 0 where nobody is to blame."""
 
-    outcome: Outcome
+    outcome: AfterDeath
     strike: int
     needed: int
 
@@ -55,32 +54,32 @@ class Inquest:
     def __init__(self, policy: Policy, workers: int) -> None:
         self._strikes = policy.strikes
         self._workers = workers
-        self.patience = Patience(workers, policy.restarts)
+        self.budget = RestartBudget(workers, policy.restarts)
         self.opened_at = 0.0
         self.proven = False  # some sample got through, so no lock was inherited by all
         self._renewed = False
         self._kills = 0  # deaths that may have come from outside; those on one and the same sample count once
         self._luck = 1.0  # the chance that the last judged death was plain bad luck
 
-    def hold(self, event: Exited, worker: Worker, task: Task | None, on: Place | None) -> Verdict:
+    def hold(self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None) -> Verdict:
         """A worker died. `task`, `on`: what is charged with it, if anything is."""
         self._count(event, worker, task, on)
         counted = task is not None and task.lives is not None  # its attempts are bounded anyway
         if not counted and self._looks_like_inherited_lock(event, on):
             self._renewed = True
-            return Verdict(Outcome.RENEW, 0, 0)
+            return Verdict(AfterDeath.RENEW, 0, 0)
         strike, needed, bad = self._judge(event, task, on)
-        if not bad and not counted and self.patience.is_out(worker.id):
+        if not bad and not counted and self.budget.is_out(worker.id):
             bad = task is not None and on is not None and self._is_stuck_on(worker, task, on)
             if not bad:
-                return Verdict(Outcome.STOP, strike, needed)
+                return Verdict(AfterDeath.STOP, strike, needed)
             # This is what nothing gets past: it cannot be loaded here.
-        return Verdict(Outcome.BAD if bad else Outcome.AGAIN, strike, needed)
+        return Verdict(AfterDeath.BAD if bad else AfterDeath.AGAIN, strike, needed)
 
-    def refuse(self, event: Exited, worker: Worker) -> bool:
+    def refuse(self, event: Exited, worker: WorkerState) -> bool:
         """It was refused something, and must go on with what it has. False when that is of no use any more."""
         self._count(event, worker, None, None)
-        return not self.patience.is_out(worker.id)
+        return not self.budget.is_out(worker.id)
 
     def spend(self, task: Task, on: Place) -> None:
         """A worker left for a fresh one while it was on this task, which may come no further there."""
@@ -90,25 +89,25 @@ class Inquest:
             task.stay = position
         past.spent = max(past.spent, position)
 
-    def _count(self, event: Exited, worker: Worker, task: Task | None, on: Place | None) -> None:
+    def _count(self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None) -> None:
         if not worker.ready and not _maybe_chance(event):
-            self.patience.died_in_boot(worker.id)
+            self.budget.died_in_boot(worker.id)
         if task is None or on is None:
-            self.patience.died(worker.id, None)
+            self.budget.died(worker.id, None)
             return
         past = past_of(task)
         if on.position > past.reached:
-            self.patience.progress()
+            self.budget.progress()
             self.proven = self.proven or on.position > 0
             # From the second attempt on, what was loaded is kept for the next life: only that is a height gained.
             past.reached = on.position if task.attempt else -1
         for position in [p for p in past.hits if WHOLE_TASK < p < on.position]:
             del past.hits[position]  # it got through this time: not poison
-        self.patience.died(worker.id, (task.id, blamed_position(on)))
+        self.budget.died(worker.id, (task.id, blamed_position(on)))
 
-    def _is_stuck_on(self, worker: Worker, task: Task, on: Place) -> bool:
-        hardly_chance = self._luck < blame.LAST_CHANCE
-        return self.patience.is_stuck_on(worker.id, (task.id, blamed_position(on)), hardly_chance)
+    def _is_stuck_on(self, worker: WorkerState, task: Task, on: Place) -> bool:
+        hardly_chance = self._luck < LAST_CHANCE
+        return self.budget.is_stuck_on(worker.id, (task.id, blamed_position(on)), hardly_chance)
 
     def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
         """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
@@ -135,8 +134,8 @@ class Inquest:
         hits, exposed_s = hits + 1, exposed_s + on.seconds
         past.hits[position] = (hits, exposed_s)
         lived_s = (event.at - self.opened_at) * self._workers
-        self._luck = blame.luck(hits, self._kills - 1 + hits, exposed_s, lived_s)
-        return hits, self._strikes, hits >= self._strikes and self._luck < blame.CHANCE
+        self._luck = luck(hits, self._kills - 1 + hits, exposed_s, lived_s)
+        return hits, self._strikes, hits >= self._strikes and self._luck < CHANCE
 
     def _looks_like_inherited_lock(self, event: Exited, on: Place | None) -> bool:
         """A hang on the very first sample that anybody loaded: a fork may have copied a held lock. Once only."""
@@ -160,3 +159,53 @@ def blamed_position(on: Place) -> int:
 def _maybe_chance(event: Exited) -> bool:
     """True for a death that may have come from outside."""
     return event.cause is Cause.SIGNAL and event.code not in OWN_FAULT
+
+
+# Is this sample guilty, or was it only unlucky?
+#
+# A crash (SIGSEGV, an exit, our deadline) is the doing of what was running. A SIGKILL or SIGTERM may be: a sample that
+# makes the kernel kill its worker looks just like a scheduler that kills workers at random. So such a death counts only
+# as far as chance does not explain it.
+#
+# If the kills are random, each of the `deaths` seen so far fell somewhere into the time that all workers together have
+# lived. The chance that one of them fell on this sample is its share of that time: the seconds it was being loaded
+# whenever it was hit. At least `hits` of `deaths` falling there by chance is then a binomial tail. A poison sample dies
+# again within milliseconds of a life that lasts longer than that, so its tail shrinks with each strike; an innocent one
+# gets through sooner or later, and is cleared.
+
+
+# An innocent sample may be blamed less than once in a million.
+CHANCE = 1e-6
+# When the loader would otherwise give up, this much doubt is enough.
+LAST_CHANCE = 1e-2
+# Kills come in clusters and in rhythms, and a sample that was hit is tried again at once, so it may be in step with
+# them: it is taken to be hit this many times as often as any other moment.
+RHYTHM = 1.5
+
+
+def tail(hits: int, deaths: int, share: float) -> float:
+    """Chance of `hits` or more of `deaths` falling on a `share` of the time."""
+    if hits <= 0 or share >= 1.0:
+        return 1.0
+    if share <= 0.0:
+        return 0.0
+    log_in, log_out = math.log(share), math.log1p(-share)
+    total = 0.0
+    for k in range(hits, deaths + 1):
+        term = (
+            math.lgamma(deaths + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(deaths - k + 1)
+            + k * log_in
+            + (deaths - k) * log_out
+        )
+        total += math.exp(term)
+    return min(total, 1.0)
+
+
+def luck(hits: int, deaths: int, exposed_s: float, lived_s: float) -> float:
+    """The chance of `hits` on one sample, exposed for `exposed_s` of `lived_s`, by plain bad luck."""
+    weight = RHYTHM * exposed_s
+    rest = max(lived_s - exposed_s, 0.0)
+    share = weight / (weight + rest) if weight + rest > 0 else 1.0
+    return tail(hits, max(deaths, hits), share)

@@ -26,9 +26,8 @@ The rules:
 
 from collections.abc import Sequence
 
-from holdfast.core.breaker import Breaker
-from holdfast.core.hands import Hands
-from holdfast.core.inquest import WHOLE_TASK, Inquest, Outcome, blamed_position, is_charged
+from holdfast.core.dispatch import Dispatch, RoundRobin, Streams
+from holdfast.core.inquest import WHOLE_TASK, AfterDeath, Inquest, blamed_position, is_charged
 from holdfast.core.messages import (
     Action,
     Allowed,
@@ -62,9 +61,8 @@ from holdfast.core.messages import (
     TakeBack,
     Withdrawn,
 )
-from holdfast.core.roster import Roster, Worker
-from holdfast.core.rotation import RoundRobin, Streams
-from holdfast.core.task import SPARES, Task
+from holdfast.core.restart_budget import BadSampleBreaker
+from holdfast.core.roster import SPARES, Roster, Task, WorkerState
 from holdfast.policy import Policy
 
 
@@ -94,12 +92,12 @@ class Ledger:
         self._in_order = in_order
         self._roster = Roster(workers, running, allowed, fixed=streams or round_robin, lazy=even)
         self._workers = self._roster.workers
-        self._hands = Hands(self._roster, depth, even)
+        self._dispatch = Dispatch(self._roster, depth, even)
         self._streams = Streams(self._workers, depth, in_order) if streams else None
         self._rotation = self._streams or (RoundRobin(self._workers) if round_robin else None)
         self._inquest = Inquest(policy, workers)
-        self._patience = self._inquest.patience
-        self._breaker = Breaker(policy)
+        self._budget = self._inquest.budget
+        self._breaker = BadSampleBreaker(policy)
         self._tasks: dict[int, Task] = {}  # all that have not ended
         self._turn = first_task
         self.stopped = False
@@ -122,17 +120,17 @@ class Ledger:
     @property
     def uneven(self) -> bool:
         """A worker has nothing to do, and another holds a task that it has not begun."""
-        return self._hands.uneven
+        return self._dispatch.uneven
 
     @property
     def idle(self) -> bool:
         """A worker has nothing to do."""
-        return self._hands.idle
+        return self._dispatch.idle
 
     @property
     def room(self) -> int:
         """How many tasks would be sent at once."""
-        return self._hands.room
+        return self._dispatch.room
 
     @property
     def open_streams(self) -> bool:
@@ -146,7 +144,7 @@ class Ledger:
 
     @property
     def streams_left(self) -> dict[int, int]:
-        """Worker -> batches asked of its stream, where that has not come to its end."""
+        """WorkerState -> batches asked of its stream, where that has not come to its end."""
         return {worker.id: worker.drawn for worker in self._workers if worker.open and worker.drawn}
 
     @property
@@ -190,10 +188,10 @@ class Ledger:
     def _drawn(self, event: Drawn) -> Sequence[Action]:
         task = self._tasks[event.task] = Task(event.task, event.samples, event.lives)
         if self._rotation is None:
-            return self._hands.give(task)
+            return self._dispatch.give(task)
         worker = self._rotation.next(task)
         if worker is not None:
-            return (self._hands.send(worker, task),)
+            return (self._dispatch.send(worker, task),)
         task.done, task.result = True, None
         return self._deliver()
 
@@ -202,8 +200,8 @@ class Ledger:
         task = worker.tasks.pop(event.task, None) if event.life == worker.life else None
         if task is None:
             return [Discard(event.result)]
-        if self._patience.stalled:
-            self._patience.progress()
+        if self._budget.stalled:
+            self._budget.progress()
         self._inquest.proven = True
         worker.served += 1
         task.done, task.result = True, event.result
@@ -212,8 +210,8 @@ class Ledger:
             self._breaker.bad += event.bad
             if self._breaker.is_open:
                 return self._stop_for_bad()
-        if self._hands.waiting:
-            return [*self._deliver(task), *self._hands.give_waiting()]
+        if self._dispatch.waiting:
+            return [*self._deliver(task), *self._dispatch.give_waiting()]
         return self._deliver(task)
 
     def _deliver(self, just: Task | None = None) -> list[Action]:
@@ -239,16 +237,16 @@ class Ledger:
         if self._share is not None and worker.served >= self._share and not (worker.leaving or worker.away):
             self._let_go(worker)
             actions.append(Release(worker.id, worker.life))
-        self._hands.free(worker)
-        if self._hands.waiting:
-            actions += self._hands.give_waiting()
+        self._dispatch.free(worker)
+        if self._dispatch.waiting:
+            actions += self._dispatch.give_waiting()
 
     # Tasks that are not wanted any more, or wanted elsewhere -------------------------------------------------------
 
     def _withdrawn(self, event: Withdrawn) -> Sequence[Action]:
         assert not self._in_order, "a turn cannot be skipped"
         task = self._tasks.pop(event.task, None)
-        worker = self._hands.withdraw(task) if task is not None else None
+        worker = self._dispatch.withdraw(task) if task is not None else None
         if worker is None:
             return ()
         self._let_go(worker)  # until it has left, or is spared
@@ -259,24 +257,24 @@ class Ledger:
         if event.life != worker.life or not worker.leaving:
             return ()
         self._roster.keep(worker)
-        return self._hands.open(worker)
+        return self._dispatch.open(worker)
 
     def _returned(self, event: Returned) -> Sequence[Action]:
         worker = self._workers[event.worker]
         task = worker.tasks.pop(event.task, None) if event.life == worker.life else None
-        return () if task is None else self._hands.take_back(worker, task)
+        return () if task is None else self._dispatch.take_back(worker, task)
 
     def _rested(self) -> Sequence[Action]:
-        if not self._hands.uneven:
+        if not self._dispatch.uneven:
             return ()
-        worker = self._hands.busiest()
+        worker = self._dispatch.busiest()
         return (TakeBack(worker.id, worker.life),)
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
         if event.life != worker.life or event.task not in worker.tasks:
             return ()
-        self._patience.progress()
+        self._budget.progress()
         task = worker.tasks[event.task]
         came = task.number - [*worker.tasks].index(event.task)  # those before it that it still holds did not
         if event.made != came or came != task.number:
@@ -284,7 +282,7 @@ class Ledger:
             task.done, task.result = True, Short(event.task, event.worker, event.made, came)
         return self._end_stream(worker)
 
-    def _end_stream(self, worker: Worker) -> list[Action]:
+    def _end_stream(self, worker: WorkerState) -> list[Action]:
         worker.open = False
         assert self._streams is not None
         self._streams.ended += 1
@@ -299,7 +297,7 @@ class Ledger:
         worker = self._workers[event.worker]
         if event.life == worker.life:
             worker.ready = True
-            self._patience.booted(worker.id)
+            self._budget.booted(worker.id)
         return ()
 
     def _boot_failed(self, event: BootFailed) -> Sequence[Action]:
@@ -329,18 +327,18 @@ class Ledger:
             return self._replace(worker)  # as we wished: no incident
         return self._died(worker, task, on, event)
 
-    def _died(self, worker: Worker, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
+    def _died(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
         """It was not to die: what was it on, and what now?"""
         outcome, strike, needed = self._inquest.hold(event, worker, task, on)
-        if outcome is Outcome.RENEW:
+        if outcome is AfterDeath.RENEW:
             return self._renew(event)
-        if outcome is Outcome.STOP:
+        if outcome is AfterDeath.STOP:
             return [Note(event, "gave up: no progress", strike, needed), self._stop("restarts", event)]
         actions: list[Action] = []
         spare = 0 if task is None or on is None else task.bad.count(blamed_position(on))
         if task is None or on is None:
             did = "started a new worker; no sample was being loaded"
-        elif outcome is Outcome.BAD:
+        elif outcome is AfterDeath.BAD:
             did, actions = self._give_up(worker, task, on, event)
         else:
             did = "started a new worker, which loads the batch again"
@@ -349,9 +347,9 @@ class Ledger:
             return actions
         if task is not None:
             task.attempt += 1
-        return [*actions, *self._replace(worker), *self._hands.give_waiting()]
+        return [*actions, *self._replace(worker), *self._dispatch.give_waiting()]
 
-    def _left(self, worker: Worker, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
+    def _left(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
         """It left for a fresh one, could not be made, or had to go for the others: nobody is to blame."""
         if task is not None and on is not None:
             task.attempt += 1
@@ -372,15 +370,15 @@ class Ledger:
             actions += self._replace(worker)
         return actions
 
-    def _replace(self, worker: Worker) -> list[Action]:
+    def _replace(self, worker: WorkerState) -> list[Action]:
         """Its next life; or none where fewer workers are allowed: then the others take its tasks."""
         left = worker.leaving
         if not self._roster.next_life(worker):
-            return self._hands.give_to_others(worker)
-        actions = self._hands.give_again(worker)
-        return [*actions, *self._hands.open(worker)] if left else actions
+            return self._dispatch.give_to_others(worker)
+        actions = self._dispatch.give_again(worker)
+        return [*actions, *self._dispatch.open(worker)] if left else actions
 
-    def _give_up(self, worker: Worker, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
+    def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
         """A sample (or a whole batch) is bad: do with it what the policy says."""
         position = blamed_position(on)
         tried = task.bad.count(position)  # it is one in the place of that sample
@@ -393,7 +391,7 @@ class Ledger:
                 return "gave this worker's stream up", self._end_stream(worker)
             self._breaker.seen += task.samples
             if task.lives is not None:
-                self._patience.progress()  # it is out of the way
+                self._budget.progress()  # it is out of the way
             return "gave the batch up: next() raises for it", self._deliver()
         task.bad = (*task.bad, position)
         self._breaker.bad += not tried
@@ -418,29 +416,29 @@ class Ledger:
     # How many workers ----------------------------------------------------------------------------------------------
 
     def _allow(self, event: Allowed) -> list[Action]:
-        self._hands.paused = event.paused
+        self._dispatch.paused = event.paused
         actions: list[Action] = []
         leaving, coming = self._roster.allow(event.workers)
         for worker in leaving:
-            self._hands.close(worker)
+            self._dispatch.close(worker)
             if worker.started:
                 actions.append(Retire(worker.id, worker.life))
         for worker in coming:
             self._roster.bring_back(worker)
             if worker.started:
                 actions.append(Start(worker.id, worker.life))
-            actions += self._hands.open(worker)
+            actions += self._dispatch.open(worker)
         self._roster.count()
-        return [*actions, *self._hands.give_waiting()]
+        return [*actions, *self._dispatch.give_waiting()]
 
-    def _shrink(self, worker: Worker) -> bool:
+    def _shrink(self, worker: WorkerState) -> bool:
         """Go on with one worker less, if that can be."""
         fewer = self._roster.shrink(worker)
         if fewer:
-            self._hands.close(worker)
+            self._dispatch.close(worker)
         return fewer
 
-    def _let_go(self, worker: Worker) -> None:
+    def _let_go(self, worker: WorkerState) -> None:
         """It gets no more tasks, and a next life only if that many are allowed."""
         self._roster.let_go(worker)
-        self._hands.close(worker)
+        self._dispatch.close(worker)

@@ -7,10 +7,8 @@ says who that is: who has to leave, who comes back, and who gets a next life. Wh
 
 from collections.abc import Sequence
 
-from holdfast.core.task import Task
 
-
-class Worker:
+class WorkerState:
     """One worker, in its present life. `life` to `gone` are the roster's to write, `tasks` and `used` those of
     hands.py, `open` and `drawn` those of rotation.py.
     """
@@ -53,7 +51,7 @@ class Roster:
     def __init__(self, workers: int, running: Sequence[int], allowed: int | None, *, fixed: bool, lazy: bool) -> None:
         self._fixed = fixed
         self._lazy = lazy
-        self.workers = [Worker(i, abs(running[i]) if running else 1) for i in range(workers)]
+        self.workers = [WorkerState(i, abs(running[i]) if running else 1) for i in range(workers)]
         self.allowed = workers if allowed is None or fixed else max(1, min(workers, allowed))
         for worker in self.workers:
             dead = bool(running) and running[worker.id] < 0
@@ -68,15 +66,15 @@ class Roster:
         """The present life of each worker; below 0, the next one of a worker that has none."""
         return [-worker.life if worker.away or worker.gone else worker.life for worker in self.workers]
 
-    def present(self) -> list[Worker]:
+    def present(self) -> list[WorkerState]:
         """Those who get tasks."""
         return [worker for worker in self.workers if not (worker.away or worker.leaving)]
 
-    def unborn(self) -> list[Worker]:
+    def unborn(self) -> list[WorkerState]:
         """Those who are needed at once and have no process yet."""
         return [worker for worker in self.workers if worker.started and not (worker.away or worker.ready)]
 
-    def alive(self) -> list[Worker]:
+    def alive(self) -> list[WorkerState]:
         """Those who have a process, or will have one soon."""
         return [worker for worker in self.workers if worker.started and not (worker.away or worker.gone)]
 
@@ -84,17 +82,17 @@ class Roster:
         """After workers came or went."""
         self.at_work = sum(not (worker.away or worker.leaving) for worker in self.workers)
 
-    def let_go(self, worker: Worker) -> None:
+    def let_go(self, worker: WorkerState) -> None:
         """It shall leave, and gets a next life only if that many are allowed."""
         worker.leaving = True
         self.count()
 
-    def keep(self, worker: Worker) -> None:
+    def keep(self, worker: WorkerState) -> None:
         """It shall not leave after all."""
         worker.leaving = False
         self.count()
 
-    def shrink(self, worker: Worker) -> bool:
+    def shrink(self, worker: WorkerState) -> bool:
         """Go on with one worker less, if that can be."""
         if self._fixed or self.at_work <= 1 or worker.leaving:
             return False
@@ -102,7 +100,7 @@ class Roster:
         self.let_go(worker)
         return True
 
-    def allow(self, workers: int) -> tuple[list[Worker], list[Worker]]:
+    def allow(self, workers: int) -> tuple[list[WorkerState], list[WorkerState]]:
         """So many may be at work: who has to leave now, and who may come back (`bring_back`)."""
         if self._fixed:
             return [], []
@@ -118,11 +116,11 @@ class Roster:
         absent = [worker for worker in self.workers if worker.away]
         return surplus, absent[: max(0, self.allowed - len(present))]
 
-    def bring_back(self, worker: Worker) -> None:
+    def bring_back(self, worker: WorkerState) -> None:
         """It has a life again; `count` when all have."""
         worker.away, worker.ready, worker.started = False, False, not self._lazy
 
-    def next_life(self, worker: Worker) -> bool:
+    def next_life(self, worker: WorkerState) -> bool:
         """Its life is over. True if another follows: not where its stream has ended, or fewer workers are allowed."""
         worker.life += 1
         worker.ready = False
@@ -134,3 +132,62 @@ class Roster:
             worker.away = self.at_work >= self.allowed
             self.keep(worker)
         return not worker.away
+
+
+# Task: one batch on its way, and what it has been through. The ledger writes the first, the inquest the second.
+
+
+# Samples that may be tried in the place of a bad one.
+SPARES = 8
+
+
+class Task:
+    """One batch on its way."""
+
+    __slots__ = (
+        "alone",
+        "attempt",
+        "bad",
+        "done",
+        "id",
+        "lives",
+        "number",
+        "past",
+        "result",
+        "samples",
+        "stay",
+        "worker",
+    )
+
+    def __init__(self, id: int, samples: int, lives: int | None) -> None:
+        self.id = id
+        self.lives = lives
+        self.samples = samples
+        self.attempt = 0
+        self.worker = -1
+        self.number = 0  # of its worker's stream
+        self.alone = False
+        self.done = False
+        self.result: object = None
+        self.bad: tuple[int, ...] = ()
+        self.stay = -1  # up to here a fresh worker did not help
+        self.past: Past | None = None  # of the few that have one
+
+
+class Past:
+    """What a task has been through whose worker died, or left, while it was on it."""
+
+    __slots__ = ("crashes", "hits", "reached", "spent")
+
+    def __init__(self) -> None:
+        self.reached = -1  # the furthest position that was ever begun
+        self.crashes: dict[int, int] = {}  # position -> lives it ended at face value
+        self.hits: dict[int, tuple[int, float]] = {}  # position -> (maybe random deaths, seconds exposed)
+        self.spent = -1  # the furthest position at which a life ran out of something
+
+
+def past_of(task: Task) -> Past:
+    """Its past, which begins now if it had none."""
+    if task.past is None:
+        task.past = Past()
+    return task.past

@@ -6,17 +6,23 @@ one; `notes`, incidents to be diagnosed; `stop`, set when going on would not hel
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import assert_never
 
-from holdfast.core.crew import Crew
+from holdfast.core.autoscale import Autoscale
 from holdfast.core.host import Host, Room, Silence
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import (
+    Action,
+    Allowed,
+    Booted,
+    BootFailed,
     Deliver,
     Discard,
+    Drawn,
     Drop,
     Event,
+    Exhausted,
     Exited,
     Finished,
     Kill,
@@ -24,13 +30,16 @@ from holdfast.core.messages import (
     Opened,
     Release,
     Renew,
+    Rested,
     Retire,
+    Returned,
     Send,
+    Spared,
     Start,
     Stop,
     TakeBack,
+    Withdrawn,
 )
-from holdfast.core.story import Story
 
 # What a worker that has done its share gets to leave by itself: exit handlers of the user's code run then.
 LEAVE_S = 5.0
@@ -39,10 +48,10 @@ LEAVE_S = 5.0
 class Supervisor:
     """`payload(send)` gives the bytes of a task for this sending of it."""
 
-    def __init__(self, ledger: Ledger, host: Host, payload: Callable[[Send], bytes], crew: Crew) -> None:
+    def __init__(self, ledger: Ledger, host: Host, payload: Callable[[Send], bytes], autoscale: Autoscale) -> None:
         self._ledger = ledger
-        self._crew = crew
-        self._allowed = crew.allowed
+        self._autoscale = autoscale
+        self._allowed = autoscale.allowed
         self._host = host
         self._payload = payload
         self.story = Story()
@@ -67,17 +76,17 @@ class Supervisor:
                 case Silence():
                     self.notes.append(event)
                 case Room():
-                    self._crew.room(*event)
+                    self._autoscale.room(*event)
                     self.muster()
                 case _:
                     self.tell(event)
                     if isinstance(event, Exited) and self._ledger.allowed < self._allowed.workers:
-                        self._crew.refused(self._ledger.allowed, event.at)  # it went on with fewer
+                        self._autoscale.refused(self._ledger.allowed, event.at)  # it went on with fewer
                         self.muster()
 
     def muster(self) -> None:
         """The crew may have changed its mind."""
-        allowed = self._crew.allowed
+        allowed = self._autoscale.allowed
         if allowed != self._allowed and self.stop is None:
             self._allowed = allowed
             self.tell(allowed)
@@ -115,3 +124,59 @@ class Supervisor:
                     self.stop = action
                 case _:
                     assert_never(action)
+
+
+# Story: the bounded log of events, so that an incident can be told, and replayed through a new ledger.
+
+
+# The last thousand batches. Not more: what is written over must still be in the cache.
+KEPT = 2_000
+
+
+class Story:
+    """The last events, in the order the ledger was told them; without results, which are the user's memory.
+
+    The two events of every batch are kept as bare tuples of numbers, which the garbage collector does not trace.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._events: deque[tuple[int, ...] | Event] = deque(maxlen=kept)
+
+    def tell(self, event: Event) -> None:
+        """One more."""
+        if isinstance(event, Finished):
+            self._events.append((event.worker, event.life, event.task, event.bad))
+        elif isinstance(event, Drawn) and event.lives is None:
+            self._events.append((event.task, event.samples))
+        elif isinstance(event, BootFailed):
+            self._events.append(event._replace(result=None))
+        else:
+            self._events.append(event)
+
+    def __iter__(self) -> Iterator[Event]:
+        for kept in self._events:
+            match kept:
+                case Finished() | Drawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
+                    yield kept
+                case Withdrawn() | Returned() | Spared() | Rested() | Allowed():
+                    yield kept
+                case (task, samples):
+                    yield Drawn(task, samples)
+                case (worker, life, task, bad):
+                    yield Finished(worker, life, task, None, bad)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def of_task(self, task: int) -> list[Event]:
+        """What is known of one task."""
+        return [e for e in self if getattr(e, "task", None) == task]
+
+    def of_worker(self, worker: int) -> list[Event]:
+        """What is known of one worker, in all its lives."""
+        return [e for e in self if getattr(e, "worker", None) == worker]
+
+
+def replay(events: Iterable[Event], on: Callable[[Event], Sequence[Action]]) -> list[Action]:
+    """The actions that these events lead to in a new ledger."""
+    return [action for event in events for action in on(event)]

@@ -10,16 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.diagnose.finding import Confidence
-from holdfast.diagnose.logs.clue import AROUND, Clue, Family
-from holdfast.diagnose.logs.distributed import DISTRIBUTED
-from holdfast.diagnose.logs.kernel import KERNEL
-from holdfast.diagnose.logs.ray import RAY
+from holdfast.diagnose.logs import AROUND, Clue, Family, when, words
+from holdfast.diagnose.logs.clusters import DISTRIBUTED, RAY, SPARK
 from holdfast.diagnose.logs.schedulers import CONTAINERS, SLURM
-from holdfast.diagnose.logs.spark import SPARK
-from holdfast.diagnose.logs.system import SYSTEM
-from holdfast.diagnose.logs.times import when
+from holdfast.diagnose.logs.system import KERNEL, SYSTEM
 from holdfast.diagnose.logs.torch import TORCH
-from holdfast.diagnose.logs.words import words
 
 FAMILIES = (KERNEL, SLURM, CONTAINERS, TORCH, DISTRIBUTED, SPARK, RAY)
 KINDS = tuple(family.kind for family in (*FAMILIES, SYSTEM))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.core.messages import Cause, Stage
-from holdfast.local.evidence import Evidence
-from holdfast.local.raised import Raised, shown
+from holdfast.remote_exception import Raised, shown
+from holdfast.system.evidence import Evidence
 
 # The `worker` of a case that is about another process of ours.
 KEEPER, TRAINER = -1, -2

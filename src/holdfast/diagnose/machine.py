@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.local.cgroups import Group, group_of, number_in, text_of
+from holdfast.system.cgroups import ControlGroup, group_of, number_in, text_of
 
 Limit = tuple[int | None, int | None]
 """Soft and hard."""
@@ -32,7 +32,7 @@ class Machine:
     address_space: Limit = _NO_LIMIT
     data: Limit = _NO_LIMIT
     memlock: Limit = _NO_LIMIT
-    cgroup: Group = field(default_factory=Group)
+    cgroup: ControlGroup = field(default_factory=ControlGroup)
     memory_total: int = 64 << 30
     memory_available: int = 48 << 30
     swap_total: int = 0

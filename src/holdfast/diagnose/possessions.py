@@ -1,7 +1,7 @@
 """What a process had when it was last looked at, in words; only where that helps to understand its end."""
 
-from holdfast.local.evidence import Evidence
-from holdfast.local.look import Look
+from holdfast.system.evidence import Evidence
+from holdfast.system.snapshot import Snapshot
 
 # Findings of which what it had is a part.
 _ABOUT = frozenset(("unknown", "descriptors-exhausted", "cannot-start-process"))
@@ -38,13 +38,13 @@ def what_it_had(finding: str, evidence: Evidence | None) -> tuple[str, ...]:
     return (f"{look.age_s:.1f} s before: {facts[0]}" if look.age_s >= 0.05 else facts[0], *facts[1:])
 
 
-def _descriptors(look: Look, soft: int | None) -> str:
+def _descriptors(look: Snapshot, soft: int | None) -> str:
     paths = ", ".join(f"{count} x {path}" for path, count in look.paths[:_SHOWN])
     limit = f", the limit is {soft}" if soft is not None else ""
     return f"{look.descriptors} descriptors open{limit} ({paths}{', ...' if len(look.paths) > _SHOWN else ''})"
 
 
-def _threads(look: Look) -> str:
+def _threads(look: Snapshot) -> str:
     return f"{look.threads} thread{'s' if look.threads != 1 else ''}" + (
         f" (besides the main one: {_some(list(look.others))})" if look.others else ""
     )

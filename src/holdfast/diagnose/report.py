@@ -13,19 +13,19 @@ from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
 from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
-from holdfast.diagnose.rules.native import tells
-from holdfast.diagnose.runfolder import RunFolder
+from holdfast.diagnose.rules.hang import tells
+from holdfast.diagnose.run_folder import RunFolder
 from holdfast.errors import legible
-from holdfast.local.evidence import Evidence
-from holdfast.local.linux import signal_name
-from holdfast.local.pulse import Pulse
-from holdfast.local.raised import shown
+from holdfast.local.protocol.pulse import Pulse
+from holdfast.remote_exception import shown
+from holdfast.system.evidence import Evidence
+from holdfast.system.linux import signal_name
 
 SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
 _EXAMPLES = 5
-_OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker.py")
+_OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker/loop.py")
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
 _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
 

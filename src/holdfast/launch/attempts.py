@@ -16,19 +16,19 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessContext
 
 from holdfast.diagnose.machine import Machine, read_machine
-from holdfast.diagnose.runfolder import RunFolder
-from holdfast.launch.cause import Verdict
-from holdfast.launch.group import Group
+from holdfast.diagnose.run_folder import RunFolder
+from holdfast.launch.cause import RootCause
+from holdfast.launch.environment import THREADS, Meeting, environment_of, threads_per_rank, too_many
+from holdfast.launch.narrator import Attempt
 from holdfast.launch.output import Output
-from holdfast.launch.parcel import Parcel
-from holdfast.launch.surround import THREADS, Meeting, environment_of, threads_per_rank, too_many
-from holdfast.launch.tell import Attempt
-from holdfast.local import forks
-from holdfast.local.evidence import facts_of
-from holdfast.local.handlers import warn
-from holdfast.local.linux import resident_bytes
-from holdfast.local.room import growth_bytes
+from holdfast.launch.rank_group import RankGroup
+from holdfast.launch.shipped_function import ShippedFunction
+from holdfast.local.keeper.memory_budget import growth_bytes
 from holdfast.policy import Policy
+from holdfast.shm import forks
+from holdfast.system.evidence import facts_of
+from holdfast.system.linux import resident_bytes
+from holdfast.system.signals import warn
 
 log = logging.getLogger("holdfast")
 # After Ctrl-C somebody is waiting at the terminal; a second one kills at once.
@@ -146,7 +146,7 @@ class Ranks(ProcessContext):
 
     def _start(self) -> None:
         output = Output(self._nprocs, self.attempt, self._log_dir, prefixed=self._nprocs > 1)
-        self._group = group = Group(output)
+        self._group = group = RankGroup(output)
         threads = threads_per_rank(self._nprocs, self._machine.cpus)
         chosen = THREADS in os.environ
         try:
@@ -156,7 +156,7 @@ class Ranks(ProcessContext):
             output.open()
             for rank in range(self._nprocs):
                 env = environment_of(rank, self._nprocs, self.attempt, meeting.port, threads, os.environ)
-                parcel = Parcel(self._fn, self._args)
+                parcel = ShippedFunction(self._fn, self._args)
                 group.start(self._method, self._daemon, parcel, rank, env, None if chosen else threads, self._growth)
         except OSError as error:
             error.add_note("; ".join(("while the ranks were started", *facts_of(error))))
@@ -183,7 +183,7 @@ class Ranks(ProcessContext):
             self._begun.close()
             self._over.set()
 
-    def _again(self, verdict: Verdict) -> bool:
+    def _again(self, verdict: RootCause) -> bool:
         """True for another attempt; else it is over, and `_error` says how."""
         if self._interrupted:
             self._error = KeyboardInterrupt("the ranks were stopped")

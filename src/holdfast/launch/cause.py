@@ -10,7 +10,12 @@ import re
 import signal
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from holdfast.diagnose.report import Incident
+from holdfast.errors import HoldfastError
 
 
 class How(IntEnum):
@@ -23,7 +28,7 @@ class How(IntEnum):
     DONE = 4
 
 
-class End(NamedTuple):
+class RankEnd(NamedTuple):
     """One rank's end. `code` as multiprocessing has it: negative for a signal."""
 
     rank: int
@@ -37,11 +42,11 @@ class End(NamedTuple):
     """When we first sent it a signal."""
 
 
-class Verdict(NamedTuple):
+class RootCause(NamedTuple):
     """`cause`: None when no rank failed. `others`: the ranks that ended badly, in the order of their ends."""
 
-    cause: End | None
-    others: tuple[tuple[End, How], ...]
+    cause: RankEnd | None
+    others: tuple[tuple[RankEnd, How], ...]
 
 
 # What is said when the other side of a connection has gone, or does not answer.
@@ -57,7 +62,7 @@ _AMONG_RANKS = re.compile(r"\bgloo\b|NCCL|\bnccl|TCPStore|c10d|ProcessGroup|Dist
 _ENDS_ITSELF = (signal.SIGABRT,)
 
 
-def how(end: End) -> How:
+def how(end: RankEnd) -> How:
     """Of one rank, seen alone."""
     if end.code == 0 and not end.said:
         return How.DONE
@@ -76,13 +81,53 @@ def _of_words(text: str) -> How:
     return How.ECHO if _AMONG_RANKS.search(text) else How.BROKEN
 
 
-def judge(ends: Iterable[End]) -> Verdict:
+def judge(ends: Iterable[RankEnd]) -> RootCause:
     """The cause among the ends of all ranks of one attempt."""
     bad = sorted((how(end), end.at_ns, end.rank, end) for end in ends if how(end) is not How.DONE)
     if not bad or bad[0][0] is How.STOPPED:
-        return Verdict(None, tuple(_by_time(bad)))
-    return Verdict(bad[0][3], tuple(_by_time(bad[1:])))
+        return RootCause(None, tuple(_by_time(bad)))
+    return RootCause(bad[0][3], tuple(_by_time(bad[1:])))
 
 
-def _by_time(bad: list[tuple[How, int, int, End]]) -> list[tuple[End, How]]:
+def _by_time(bad: list[tuple[How, int, int, RankEnd]]) -> list[tuple[RankEnd, How]]:
     return [(end, kind) for kind, _, _, end in sorted(bad, key=lambda b: (b[1], b[2]))]
+
+
+# What spawn raises: torch's own errors, so that handlers for those fire, with the finding in the text.
+#
+# Here and not in holdfast/errors.py, where the rest of the tree stands, because their other base is torch's.
+
+
+class RankExited(HoldfastError, ProcessExitedException):
+    """A rank was killed, crashed or exited: `error_index` is the rank, `exit_code` negative for a signal."""
+
+    def __init__(
+        self,
+        message: str,
+        error_index: int = 0,
+        error_pid: int = 0,
+        exit_code: int = 0,
+        signal_name: str | None = None,
+        incident: Incident | None = None,
+    ) -> None:
+        ProcessExitedException.__init__(self, message, error_index, error_pid, exit_code, signal_name)
+        self.error_pid = error_pid  # older torch calls it pid
+        self.incident = incident
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.msg, self.error_index, self.error_pid, self.exit_code, self.signal_name, self.incident)
+        return type(self), fields
+
+
+class RankRaised(HoldfastError, ProcessRaisedException):
+    """A rank raised. The text ends with its traceback; the exception itself is the `__cause__`."""
+
+    def __init__(
+        self, message: str, error_index: int = 0, error_pid: int = 0, incident: Incident | None = None
+    ) -> None:
+        ProcessRaisedException.__init__(self, message, error_index, error_pid)
+        self.error_pid = error_pid  # older torch calls it pid
+        self.incident = incident
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.msg, self.error_index, self.error_pid, self.incident)

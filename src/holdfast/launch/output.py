@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from holdfast.local.private import open_to_append
+from holdfast.diagnose.run_folder import open_to_append
 
 # Lines of a rank that an error shows, and letters of each.
 KEPT_LINES = 20

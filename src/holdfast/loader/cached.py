@@ -1,6 +1,6 @@
 """CachedDataset: keeps the samples of a dataset in memory that all workers and the trainer share.
 
-The dataset in the trainer and its copies in the workers see one `Store` (shm/store.py): forked ones inherit it, spawned
+The dataset in the trainer and its copies in the workers see one `RecordStore` (shm/record_store.py): forked ones inherit it, spawned
 ones find it by its address, and one that is unpickled where it cannot be found (another machine, a later run) starts
 an empty one of its own. A sample is kept as the bytes that would cross to the trainer (shm/pack.py). Who looks it up
 gets a copy of its own, so it may be modified.
@@ -27,8 +27,8 @@ from torch.utils.data import Dataset, IterableDataset
 from holdfast.diagnose.machine import read_machine
 from holdfast.policy import parse_bytes
 from holdfast.shm.pack import Packer
-from holdfast.shm.place import FileSpace
-from holdfast.shm.store import Evict, Put, Store, room_for
+from holdfast.shm.record_store import Evict, Put, RecordStore, room_for
+from holdfast.shm.slot_writer import FileSpace
 
 _LOG = logging.getLogger("holdfast")
 # What is counted in each process, see `figures`.
@@ -87,8 +87,8 @@ class CachedDataset(Dataset[Any]):
         _warn_if_it_does_not_fit(self._size)
         self._make()
 
-    def _make(self, store: Store | None = None) -> None:
-        self._store = Store(self._length, self._size, self.evict) if store is None else store
+    def _make(self, store: RecordStore | None = None) -> None:
+        self._store = RecordStore(self._length, self._size, self.evict) if store is None else store
         self._packers: list[Packer] = []  # one for each thread that is packing now
         self._looks = _LOOKS
 
@@ -143,7 +143,7 @@ class CachedDataset(Dataset[Any]):
         return key if 0 <= key < self._length else None
 
     def _look_up(self, index: int | None) -> Any:
-        count = self._store.commons.count
+        count = self._store.shared.count
         if index is None:
             count(ODD_KEYS)
             return _ABSENT
@@ -168,8 +168,8 @@ class CachedDataset(Dataset[Any]):
         before = _generators()
         sample = self.dataset[key]
         if _generators() != before:
-            self._store.commons.count(RANDOM)
-            if self._store.commons.total(RANDOM) == 1:
+            self._store.shared.count(RANDOM)
+            if self._store.shared.total(RANDOM) == 1:
                 _LOG.warning(
                     "CachedDataset: sample %s drew random numbers as it was loaded; the same sample comes in every "
                     "epoch. Random augmentation belongs behind the cache: CachedDataset(dataset, size, then=augment)",
@@ -182,19 +182,19 @@ class CachedDataset(Dataset[Any]):
             return
         store = self._store
         if store.full:
-            store.commons.count(NO_ROOM)
+            store.shared.count(NO_ROOM)
             return
         try:
             parts = self._pack(sample)
         except MemoryError:
-            store.commons.count(NO_ROOM)  # not even to pack it: the sample itself is well
+            store.shared.count(NO_ROOM)  # not even to pack it: the sample itself is well
             return
         except Exception:  # user code: __reduce__, __getstate__
-            store.commons.count(UNPICKLABLE)
+            store.shared.count(UNPICKLABLE)
             return
         outcome = _OUTCOMES.get(store.put(index, parts))
         if outcome is not None:
-            store.commons.count(outcome)
+            store.shared.count(outcome)
 
     def _pack(self, sample: Any) -> list[memoryview]:
         """Spec and buffers."""
@@ -221,7 +221,7 @@ class CachedDataset(Dataset[Any]):
         of the first few of each process.
         """
         store = self._store
-        figures: dict[str, int | float] = {name: store.commons.total(i) for i, name in enumerate(_COUNTED)}
+        figures: dict[str, int | float] = {name: store.shared.total(i) for i, name in enumerate(_COUNTED)}
         asked = figures["hits"] + figures["misses"]
         figures["hit_rate"] = figures["hits"] / asked if asked else 0.0
         figures["samples"] = store.held()
@@ -237,12 +237,12 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_store", "_packers", "_looks")}
-        return state | {"_address": self._store.commons.address}
+        return state | {"_address": self._store.shared.address}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         address = state.pop("_address")
         self.__dict__.update(state)
-        self._make(Store.find(address, self._length, self._size, self.evict))
+        self._make(RecordStore.find(address, self._length, self._size, self.evict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CachedDataset":
         """With an empty cache of its own: the dataset's copy may be changed to give other samples."""

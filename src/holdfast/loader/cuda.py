@@ -1,7 +1,7 @@
 """What we call of CUDA's driver, and torch does not offer.
 
 The driver is called directly, not through the CUDA runtime: an error of the runtime stays behind, and torch's next
-check would find it. Who may call when, and why, is in loader/gate.py.
+check would find it. Who may call when, and why, is in loader/cuda_slots.py.
 """
 
 import ctypes

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.diagnose.report import Record
-from holdfast.loader.gate import CudaGate, gate
-from holdfast.loader.leaves import kept, mapped, moved, tensors_of
-from holdfast.local.handlers import raised_by_handler
-from holdfast.local.lifeline import Parcel
+from holdfast.loader.cuda_slots import CudaSlots, gate
+from holdfast.loader.tree import kept, mapped, moved, tensors_of
+from holdfast.local.trainer.worker_channel import SlotResult
 from holdfast.shm.pack import SMALL
-from holdfast.shm.place import ALIGN
+from holdfast.shm.slot_writer import ALIGN
+from holdfast.system.signals import raised_by_handler
 
 # Batches on the device before their turn: one is enough to hide the copy of even steps, two that of uneven ones.
 AHEAD = 2
@@ -44,7 +44,7 @@ class Unpacked(NamedTuple):
 
     batch: Any = None
     samples: int = 0
-    parcel: Parcel | None = None
+    parcel: SlotResult | None = None
     error: BaseException | None = None
 
 
@@ -111,7 +111,7 @@ class Waits:
         self._last = None
 
 
-class Ferry:
+class DeviceTransfer:
     """See the module. `depth`: how many batches may be ahead."""
 
     def __init__(self, device: torch.device, depth: int, record: Record) -> None:
@@ -251,7 +251,7 @@ class Ferry:
             self._gate.copying(parcel.slots, parcel.slot, crossing)
 
     def _twins(
-        self, leaves: dict[int, torch.Tensor], parcel: Parcel | None, capturing: bool
+        self, leaves: dict[int, torch.Tensor], parcel: SlotResult | None, capturing: bool
     ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """For each tensor, by identity, its twin on the device; and what to copy into what."""
         twins: dict[int, torch.Tensor] = {}
@@ -281,7 +281,7 @@ class Ferry:
         return twins, copies
 
 
-def _known_to_device(parcel: Parcel | None) -> tuple[int, int]:
+def _known_to_device(parcel: SlotResult | None) -> tuple[int, int]:
     """The addresses of a slot's bytes that the device reads by itself; none where it is not registered."""
     if parcel is None or parcel.slots is None or parcel.slot not in parcel.slots.registered:
         return 0, 0
@@ -309,8 +309,8 @@ def _side_by_side(small: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int,
 class Way(NamedTuple):
     """How batches leave the host; all None where they stay as they are."""
 
-    gate: CudaGate | None = None
-    ferry: Ferry | None = None
+    gate: CudaSlots | None = None
+    transfer: DeviceTransfer | None = None
     plain: torch.device | None = None
     """Some other kind of device: by `.to()`, at each batch's turn."""
 
@@ -348,4 +348,4 @@ def way_to(device: torch.device | None, pinned_for: str | None, prefetch: int, r
     if present(device).type != "cuda":
         return Way(plain=device)
     # Half of what is drawn ahead at most: the rest is what workers are busy with.
-    return Way(gate(), Ferry(device, min(AHEAD, prefetch // 2), record))
+    return Way(gate(), DeviceTransfer(device, min(AHEAD, prefetch // 2), record))

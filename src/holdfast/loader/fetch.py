@@ -15,14 +15,14 @@ from typing import Any
 from holdfast.core.messages import Stage
 from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
-from holdfast.loader.shapes import differing
-from holdfast.local.evidence import facts_of
-from holdfast.local.handlers import raised_by_handler
-from holdfast.local.limits import refused
-from holdfast.local.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, recorder
-from holdfast.local.raised import Raised, capture, text_of
-from holdfast.local.worker import Spent
+from holdfast.loader.tree import differing
+from holdfast.local.protocol.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, recorder
+from holdfast.local.worker.loop import Spent
 from holdfast.policy import Policy
+from holdfast.remote_exception import Raised, capture, text_of
+from holdfast.system.evidence import facts_of
+from holdfast.system.linux import refused
+from holdfast.system.signals import raised_by_handler
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _FETCH, _COLLATE = Stage.FETCH, Stage.COLLATE
@@ -65,7 +65,7 @@ def _plain(index: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class BatchFailure:
     """A task that ends in an exception. `troubles`: what had gone wrong with its samples before."""
 
     position: int
@@ -75,13 +75,13 @@ class Failure:
     raised: Raised
     troubles: tuple[Trouble, ...] = ()
 
-    def brief(self) -> "Failure":
+    def brief(self) -> "BatchFailure":
         """What always finds room, and always pickles."""
         troubles = tuple(trouble.brief() for trouble in self.troubles)
         return replace(self, index=_plain(self.index), raised=self.raised.brief(), troubles=troubles)
 
 
-class Failed(Exception):
+class SampleFailed(Exception):
     """User code raised, and the policy is to say so. Its cause is the exception; around it is where it was."""
 
     def __init__(
@@ -101,10 +101,10 @@ class Failed(Exception):
         self.stage = stage
         self.attempts = attempts
 
-    def to_failure(self, troubles: Sequence[Trouble] = ()) -> Failure:
+    def to_failure(self, troubles: Sequence[Trouble] = ()) -> BatchFailure:
         """As plain data, for the trainer."""
         raised = capture(self.error, self.facts)
-        return Failure(self.position, self.index, self.stage, self.attempts, raised, tuple(troubles))
+        return BatchFailure(self.position, self.index, self.stage, self.attempts, raised, tuple(troubles))
 
 
 class Draw:
@@ -242,7 +242,7 @@ class MapFetcher:
         except self._catch() as error:
             self._leave_if_spent(error, len(draw.indices), draw)
             if not _has_getitem(self.dataset):
-                raise Failed(error, -1, None, Stage.FETCH_MANY, 1) from error
+                raise SampleFailed(error, -1, None, Stage.FETCH_MANY, 1) from error
             seed()
             return None
         words[SAMPLES] += len(draw.indices)
@@ -254,7 +254,7 @@ class MapFetcher:
         if self._loaded or position != first:
             self._leave(error, position, draw)
 
-    def leave_if_spent(self, failed: Failed, draw: Draw) -> None:
+    def leave_if_spent(self, failed: SampleFailed, draw: Draw) -> None:
         """The same for a collate: it stands behind the last sample."""
         if self._loaded > 1:  # this batch is one
             self._leave(failed.error, len(draw.indices) if self._auto_collation else 1, draw)
@@ -336,7 +336,7 @@ class MapFetcher:
                         Trouble(position, index, attempts, seconds, capture(error, catch=self._kind), "replaced", spare)
                     )
                     return sample
-        raise Failed(error, position, index, Stage.FETCH, attempts) from error
+        raise SampleFailed(error, position, index, Stage.FETCH, attempts) from error
 
     def collate(self, samples: Any, indices: Any = None) -> Any:
         """The batch. An error here is always raised: it belongs to no single sample."""
@@ -346,7 +346,9 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except self._catch() as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices, self._kind)) from error
+            raise SampleFailed(
+                error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices, self._kind)
+            ) from error
 
     def left_out(self, samples: Any, draw: Draw, troubles: list[Trouble]) -> bool:
         """True when nothing is left of this batch. One that was asked for empty is none of these: it is collated."""

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from holdfast.shm.commons import Address, Commons
+from holdfast.shm.shared_file import Address, SharedFile
 
 HITS, MISSES, EVICTED = range(3)
 _COUNTED = ("hits", "misses", "evicted")
@@ -62,10 +62,10 @@ class FileCache:
         self._opener = opener
         self._arguments = arguments
         self._options = options
-        self._make(Commons("files", 0))
+        self._make(SharedFile("files", 0))
 
-    def _make(self, commons: Commons) -> None:
-        self._commons = commons
+    def _make(self, shared: SharedFile) -> None:
+        self._shared = shared
         self._shelves: dict[int, _Shelf] = {}
         weakref.finalize(self, _leave, self._shelves)
 
@@ -82,9 +82,9 @@ class FileCache:
         handle = shelf.handles.get(key)
         if handle is not None and not _is_closed(handle):
             shelf.handles.move_to_end(key)
-            self._commons.count(HITS)
+            self._shared.count(HITS)
             return handle
-        self._commons.count(MISSES)
+        self._shared.count(MISSES)
         shelf.handles.pop(key, None)
         self._evict(shelf, self._size - 1)
         handle = self._opened(shelf, path, arguments, options)
@@ -106,7 +106,7 @@ class FileCache:
         """Close the least recently used down to so many. What `close` raises is the user's to see: unwritten bytes."""
         while len(shelf.handles) > keep:
             _, handle = shelf.handles.popitem(last=False)
-            self._commons.count(EVICTED)
+            self._shared.count(EVICTED)
             self._note()
             _close(handle)
 
@@ -127,10 +127,10 @@ class FileCache:
 
     def figures(self) -> dict[str, int | float]:
         """hits, misses, evicted and hit_rate over all processes so far, and handles open now in the living ones."""
-        figures: dict[str, int | float] = {name: self._commons.total(i) for i, name in enumerate(_COUNTED)}
+        figures: dict[str, int | float] = {name: self._shared.total(i) for i, name in enumerate(_COUNTED)}
         asked = figures["hits"] + figures["misses"]
         figures["hit_rate"] = figures["hits"] / asked if asked else 0.0
-        figures["open"] = self._commons.now()
+        figures["open"] = self._shared.now()
         return figures
 
     # Shelves --------------------------------------------------------------------------------------------------------
@@ -157,18 +157,18 @@ class FileCache:
     def _note(self) -> None:
         pid = os.getpid()
         shelves = list(self._shelves.values())
-        self._commons.note(sum(len(shelf.handles) for shelf in shelves if shelf.pid == pid))
+        self._shared.note(sum(len(shelf.handles) for shelf in shelves if shelf.pid == pid))
 
     # Other processes ------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> tuple[Any, ...]:
         """The settings and where to count; no handles."""
-        return self._size, self._opener, self._arguments, self._options, self._commons.address
+        return self._size, self._opener, self._arguments, self._options, self._shared.address
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         address: Address
         self._size, self._opener, self._arguments, self._options, address = state
-        self._make(Commons.find(address) or Commons("files", 0))
+        self._make(SharedFile.find(address) or SharedFile("files", 0))
 
 
 def _plain(path: Any) -> Any:

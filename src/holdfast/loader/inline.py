@@ -9,26 +9,26 @@ from typing import Any
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from holdfast.core.breaker import BREAKER_LEAST
-from holdfast.core.task import SPARES
+from holdfast.core.restart_budget import BREAKER_LEAST
+from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.errors import SampleError
 from holdfast.loader import seeds
 from holdfast.loader.device import Unpacked, checked, present
-from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble
-from holdfast.loader.leaves import moved
+from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble
+from holdfast.loader.interruptible_next import InterruptibleNext
+from holdfast.loader.narrator import LoaderNarrator
 from holdfast.loader.stream import StreamFetcher
-from holdfast.loader.tell import Teller
-from holdfast.loader.turns import Turns
-from holdfast.local.handlers import raised_by_handler
-from holdfast.local.raised import capture
+from holdfast.loader.tree import moved
 from holdfast.policy import Policy
+from holdfast.remote_exception import capture
+from holdfast.system.signals import raised_by_handler
 
 __all__ = ["InlineIterator"]
 
 
-class InlineIterator(Turns, _SingleProcessDataLoaderIter):
+class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
     """Loads in this process. It never touches the trainer's random generators.
 
     If a signal handler raises while samples of a map-style dataset are loaded, the next call loads them again. A stream
@@ -39,7 +39,7 @@ class InlineIterator(Turns, _SingleProcessDataLoaderIter):
         super().__init__(loader)
         self._policy = policy
         self._record = record
-        self._teller = Teller(
+        self._narrator = LoaderNarrator(
             record, policy, None, "none", lambda task, position: (None, None), lambda worker: os.getpid()
         )
         device = checked(loader._holdfast_device)
@@ -66,7 +66,7 @@ class InlineIterator(Turns, _SingleProcessDataLoaderIter):
             (asked,) = self._asked
             try:
                 batch = self._load(asked)
-            except Failed as failed:
+            except SampleFailed as failed:
                 batch = Unpacked(error=self._failed(failed))
             except StopIteration:  # of the stream
                 return None
@@ -106,7 +106,7 @@ class InlineIterator(Turns, _SingleProcessDataLoaderIter):
         self._again = True  # user code: the same samples can be loaded again
         try:
             samples, troubles = self._map.load(draw, lambda: None)
-        except Failed:
+        except SampleFailed:
             self._again = False
             error = self._account(0, draw.troubles, 0)
             if error:
@@ -127,7 +127,7 @@ class InlineIterator(Turns, _SingleProcessDataLoaderIter):
         troubles: list[Trouble] = []
         try:
             samples, _ = self._stream.take(size, troubles=troubles)
-        except (Failed, StopIteration):
+        except (SampleFailed, StopIteration):
             error = self._account(len(troubles), troubles, 0)
             if error:
                 return Unpacked(error=error)
@@ -157,14 +157,14 @@ class InlineIterator(Turns, _SingleProcessDataLoaderIter):
         self._record.counts["batches"] += batches
         self._record.counts["samples"] += samples
         for trouble in troubles:
-            self._teller.trouble(trouble, self._batch, 0)
+            self._narrator.trouble(trouble, self._batch, 0)
             self._bad += trouble.fate != "retried"
             self._record.counts["samples"] -= trouble.fate == "skipped"
         if troubles and self._seen >= BREAKER_LEAST and self._bad > self._policy.max_bad * self._seen:
-            return self._teller.too_many(self._bad, self._seen)
+            return self._narrator.too_many(self._bad, self._seen)
         return None
 
-    def _failed(self, failed: Failed) -> BaseException:
+    def _failed(self, failed: SampleFailed) -> BaseException:
         """As itself; but a StopIteration of the dataset's would end the epoch without a word."""
         self._again = False
         error = failed.error

@@ -17,31 +17,29 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
-from holdfast.core.crew import Crew
+from holdfast.core.autoscale import Autoscale
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Short
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.report import Record
 from holdfast.errors import BatchTimeout, HoldfastError, LoaderTorn, WrongProcess
 from holdfast.loader import seeds
+from holdfast.loader.batch_requests import BatchRequests, fewer_items, missing, short
 from holdfast.loader.device import Unpacked, checked, way_to
+from holdfast.loader.interruptible_next import InterruptibleNext
 from holdfast.loader.job import LoaderJob, Recipe
-from holdfast.loader.leaves import moved
-from holdfast.loader.orders import Orders
+from holdfast.loader.measure import large_parts
+from holdfast.loader.narrator import LoaderNarrator, totals
 from holdfast.loader.stream import Moved, Snapshot
-from holdfast.loader.tell import Teller
-from holdfast.loader.totals import totals
-from holdfast.loader.turns import Turns
-from holdfast.loader.weigh import large_parts
-from holdfast.loader.whole import fewer_items, missing, short
-from holdfast.local import forks
-from holdfast.local.cgroups import usable_cpus
-from holdfast.local.handlers import raised_by_handler
-from holdfast.local.host import LocalHost
-from holdfast.local.lifeline import Parcel, WorkerHandle
-from holdfast.local.raised import Raised
-from holdfast.local.room import growth_bytes
+from holdfast.loader.tree import moved
+from holdfast.local.keeper.memory_budget import growth_bytes
+from holdfast.local.trainer.local_host import LocalHost
+from holdfast.local.trainer.worker_channel import SlotResult, WorkerHandle
 from holdfast.policy import Policy
+from holdfast.remote_exception import Raised
+from holdfast.shm import forks
+from holdfast.system.cgroups import usable_cpus
+from holdfast.system.signals import raised_by_handler
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
 MOST_PER_WORKER = 1000
@@ -56,7 +54,7 @@ MORE_THAN_CPUS = 2
 LOOK_S = 0.25
 
 
-class WorkerIterator(Turns, _BaseDataLoaderIter):
+class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
     """Iterates over a loader with worker processes."""
 
     def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
@@ -82,7 +80,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         self._next_task = 0
         device = checked(loader._holdfast_device)
         pinned_for = (self._pin_memory_device or "cuda") if self._pin_memory else None
-        self._gate, self._ferry, self._plain_device = way_to(
+        self._gate, self._transfer, self._plain_device = way_to(
             device, pinned_for, self._factor * self._num_workers, record
         )
         self._pin_memory = self._pin_memory and device is None  # what is on a device cannot be pinned
@@ -102,10 +100,12 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
         self._finalizer = weakref.finalize(self, self._host.close_for_good)
-        self._orders = Orders(policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation)
+        self._orders = BatchRequests(
+            policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation
+        )
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
-        self._teller = Teller(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
+        self._narrator = LoaderNarrator(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
         self._host.open()
         record.workers.begin(list(self._host.pulses))
 
@@ -141,7 +141,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         )
 
     def _enough_slots(self) -> int | None:
-        """One for each worker where they fill the processors and hand their batches straight over; see shm/desk.py."""
+        """One for each worker where they fill the processors and hand their batches straight over; see shm/slot_claims.py."""
         if not self._in_order:
             return None
         straight = self._gate is None and not self._adapt
@@ -169,17 +169,17 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         self._began = time.monotonic()
         self._last_words: BaseException | None = None
         self._told = 0  # batches for which next() raised, or of which nothing was left
-        if self._ferry is not None:
-            self._ferry.clear()
-        self._teller.first_task = self._first_task
+        if self._transfer is not None:
+            self._transfer.clear()
+        self._narrator.first_task = self._first_task
         if not anew:
             for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
                 self._host.discard(result)  # of an epoch that was left
         running = [] if anew else self._ledger.lives
         if anew:
-            self._crew = Crew(self._num_workers, self._start, self._adapt)
-            self._crew.room(*self._host.room)
-        self._crew.rest()
+            self._autoscale = Autoscale(self._num_workers, self._start, self._adapt)
+            self._autoscale.room(*self._host.room)
+        self._autoscale.rest()
         self._look_at = self._began + LOOK_S
         self._ledger: Ledger = Ledger(
             self._num_workers,
@@ -191,9 +191,9 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
             round_robin=self._by_turns,
             first_task=self._next_task,
             running=running,
-            allowed=self._crew.allowed.workers,
+            allowed=self._autoscale.allowed.workers,
         )
-        self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._crew)
+        self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._autoscale)
         self._ready: deque[Deliver] = self._supervisor.ready
         if not anew:
             self._host.abandon_below(self._next_task)
@@ -222,10 +222,10 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
     def _pass_over(self) -> None:
         """Batches that nobody will get, but for what they say of their stream."""
         while self._supervisor.notes:
-            self._teller.incident(self._supervisor.notes.popleft())
+            self._narrator.incident(self._supervisor.notes.popleft())
         while self._ready:
             _, result = self._ready.popleft()
-            if isinstance(result, Parcel) and not result.failed:
+            if isinstance(result, SlotResult) and not result.failed:
                 notes, _ = self._host.take_out(result)
                 self._note_place(notes, result.worker)
             else:
@@ -235,7 +235,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
 
     def _next_batch(self) -> Unpacked | None:
         if self._gate is None:
-            return self._deliver() if self._ferry is not None else self._delivered(self._due())
+            return self._deliver() if self._transfer is not None else self._delivered(self._due())
         with self._gate.relaxed():
             self._again = True  # it waits for the device
             self._gate.step()
@@ -248,10 +248,10 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         return super()._repeatable() or waited
 
     def _deliver(self) -> Unpacked | None:
-        if self._ferry is None:
+        if self._transfer is None:
             unpacked = self._due()
         else:
-            unpacked = self._ferry.next(self._due, self._at_once)
+            unpacked = self._transfer.next(self._due, self._at_once)
             if not self._drained:
                 self._draw()
         return self._delivered(unpacked)
@@ -278,7 +278,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
                 if lost is not None:
                     return Unpacked(error=lost)
             while supervisor.notes:
-                self._teller.incident(supervisor.notes.popleft())
+                self._narrator.incident(supervisor.notes.popleft())
             if supervisor.stop is not None:
                 return Unpacked(error=self._stopped())
             if not ready:
@@ -304,7 +304,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         """One that is ready; None where nothing was left of it."""
         task, result = self._ready.popleft()
         samples = self._orders.take(task)
-        if not self._drained and self._ferry is None:
+        if not self._drained and self._transfer is None:
             self._draw()
         unpacked = self._open(task, samples, result)
         if unpacked is None or unpacked.error is not None:
@@ -345,7 +345,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         """Are there as many workers as there should be?"""
         now, record = time.monotonic(), self._record
         self._look_at = now + LOOK_S
-        self._crew.look(now, record.counts["batches"], record.waited_s + waiting_s)
+        self._autoscale.look(now, record.counts["batches"], record.waited_s + waiting_s)
         self._supervisor.muster()
         if not self._drained:
             self._draw()
@@ -356,8 +356,8 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         room = self._factor * self._ledger.at_work
         if self._iterable:  # as torch: one more for each stream that has ended, none for what was asked of it in vain
             room = max(1, room + self._ledger.ended_streams - supervisor.dropped)
-        if self._ferry is not None:
-            room -= len(self._ferry)
+        if self._transfer is not None:
+            room -= len(self._transfer)
         while self._next_task - self._first_task - supervisor.resolved + len(self._ready) < room:
             if self._drained:
                 return
@@ -377,25 +377,25 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
     def _open(self, task: int, samples: int, result: object) -> Unpacked | None:
         """The batch, or what the user must see in its place; None where nothing was left of it."""
         if isinstance(result, Lost):
-            return Unpacked(error=self._teller.lost(result))
+            return Unpacked(error=self._narrator.lost(result))
         if isinstance(result, Short):
             return Unpacked(error=short(result))
-        assert isinstance(result, Parcel)
+        assert isinstance(result, SlotResult)
         try:
             # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
-            content = self._host.take_out(result) if self._ferry is None else self._host.take_out(result, small=1)
+            content = self._host.take_out(result) if self._transfer is None else self._host.take_out(result, small=1)
         except Exception as error:  # the user's __setstate__, say
             return self._own(error)
         if result.failed:
             self._orders.items.pop(result.worker, None)
-            return Unpacked(error=self._teller.failure(content, task - self._first_task, result.worker))
+            return Unpacked(error=self._narrator.failure(content, task - self._first_task, result.worker))
         notes, batch = content
         if notes is not None:
             samples = self._take_notes(notes, samples, task - self._first_task, result.worker)
             if batch is None and not samples:  # (what a collate_fn gives may be None, too)
                 return None
         if self._gate is not None and self._gate.refused is not None:
-            self._teller.not_registered(self._gate.refused)
+            self._narrator.not_registered(self._gate.refused)
         try:
             if self._pin_memory:
                 batch = self._pinned(batch)
@@ -429,7 +429,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         else:
             troubles = notes
             samples -= sum(trouble.fate == "skipped" for trouble in troubles)
-        self._teller.troubles(troubles, batch, worker)
+        self._narrator.troubles(troubles, batch, worker)
         return int(samples)
 
     def _note_place(self, notes: tuple[Any, Snapshot | Raised | None, int, Moved], worker: int) -> None:
@@ -437,7 +437,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         _, snapshot, _, moved = notes
         self._orders.began(worker, moved)
         if isinstance(snapshot, Raised):
-            self._teller.no_snapshots(snapshot, worker)
+            self._narrator.no_snapshots(snapshot, worker)
         elif snapshot is not None:
             self._orders.snapshots[worker] = snapshot
 
@@ -448,9 +448,9 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         if self._last_words is None:
             self._hear_all([*self._ready, *stop.results])
             self._last_words = (
-                self._teller.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
+                self._narrator.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
                 if isinstance(stop.event, BootFailed)
-                else self._teller.stop(stop)
+                else self._narrator.stop(stop)
             )
         self._again = True
         self._close_host()
@@ -460,11 +460,11 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
         for task, result in results:
-            if isinstance(result, Parcel):
+            if isinstance(result, SlotResult):
                 samples, batch = self._orders.take(task), task - self._first_task
                 content = self._host.take_out(result)
                 if result.failed:
-                    self._teller.troubles(content.troubles, batch, result.worker)
+                    self._narrator.troubles(content.troubles, batch, result.worker)
                 elif content[0] is not None:
                     self._take_notes(content[0], samples, batch, result.worker)
         self._ready.clear()
@@ -478,10 +478,10 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
         return lost or fewer_items(self._host.items, self._orders.items)
 
     def _end(self) -> None:
-        self._record.need, self._record.wish = self._host.need, self._crew.wish if self._adapt else 0
+        self._record.need, self._record.wish = self._host.need, self._autoscale.wish if self._adapt else 0
         ran_s = time.monotonic() - self._began
-        if self._ferry is not None:
-            self._ferry.clear()
+        if self._transfer is not None:
+            self._transfer.clear()
         if not self._persistent_workers:
             self._shutdown_workers()
         if self._record.kept_in is not None:
@@ -505,7 +505,7 @@ class WorkerIterator(Turns, _BaseDataLoaderIter):
             self._record.workers.end()
         self._close_host()
         for silence in self._host.leftovers():
-            self._teller.incident(silence)
+            self._narrator.incident(silence)
 
     def _close_host(self) -> None:
         """May be called again where it was cut short."""

@@ -21,22 +21,22 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.carried import Carried
-from holdfast.loader.collating import Overseer, is_plain_torch, is_torchs
-from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
+from holdfast.loader.collate_guard import CollateGuard, is_plain_torch, is_torchs
+from holdfast.loader.dataset_changes import DatasetChanges
+from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, everything
 from holdfast.loader.journal import Journal
-from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher
-from holdfast.local import birth
-from holdfast.local.pulse import KEPT_APART, Pulse
-from holdfast.local.raised import Raised
-from holdfast.local.wire import End, Kind
-from holdfast.local.worker import Reply, Spent, error_reply
+from holdfast.loader.tree import explain_unsendable
+from holdfast.local.protocol.pulse import KEPT_APART, Pulse
+from holdfast.local.protocol.wire import Kind, StreamEnd
+from holdfast.local.trainer import keeper_birth
+from holdfast.local.worker.loop import Reply, Spent, error_reply
 from holdfast.policy import Policy
-from holdfast.shm.desk import Desk
+from holdfast.remote_exception import Raised
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
-from holdfast.shm.place import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
+from holdfast.shm.slot_claims import SlotClaims
+from holdfast.shm.slot_writer import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _SEND, _BATCH = Stage.SEND, Kind.BATCH
@@ -72,7 +72,7 @@ class SlotStack:
         self.space: SlotSpace | None = None
         self._thread = get_ident()
         self._ours = self.tensors, self.arrays
-        self._overseer = Overseer(self._ours)
+        self._guard = CollateGuard(self._ours)
         self._torch_tensors = torch_collate.collate_tensor_fn
         self._torch_arrays = torch_collate.collate_numpy_array_fn
 
@@ -85,9 +85,9 @@ class SlotStack:
             if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
                 functions[kind] = ours
 
-    def open(self, desk: Desk, samples: Any) -> None:
+    def open(self, claims: SlotClaims, samples: Any) -> None:
         """The batch of these samples may be stacked into the slot, until `close`."""
-        self.space = desk.space() if self._overseer.sees_torch_alone(samples) else None
+        self.space = claims.space() if self._guard.sees_torch_alone(samples) else None
 
     def close(self) -> None:
         self.space = None
@@ -143,7 +143,7 @@ def _bad(troubles: list[Trouble]) -> int:
 
 
 class LoaderJob:
-    """See local/worker.py for who calls what when."""
+    """See local/worker/loop.py for who calls what when."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -152,7 +152,7 @@ class LoaderJob:
         self._stack: SlotStack
         self._map: MapFetcher | None = None
         self._stream: StreamFetcher | None = None
-        self._carried: Carried | None = None
+        self._dataset_changes: DatasetChanges | None = None
         self._told_end = False
         self._began: Moved = None
         self._epoch = -1
@@ -184,7 +184,7 @@ class LoaderJob:
             self._seeder.watching(partial(recipe.worker_init_fn, worker))
         if recipe.iterable:
             if recipe.persistent and not isinstance(self._dataset, IterDataPipe):
-                self._carried = Carried(self._dataset, everything)
+                self._dataset_changes = DatasetChanges(self._dataset, everything)
         else:
             self._map = MapFetcher(
                 self._dataset,
@@ -205,31 +205,31 @@ class LoaderJob:
 
     # Tasks ---------------------------------------------------------------------------------------------------------
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
         asked = pickle.loads(payload)
         troubles: list[Trouble] = []
         try:
             if self._recipe.iterable:
-                return self._stream_batch(asked, desk, troubles)
+                return self._stream_batch(asked, claims, troubles)
             base_seed, number, attempt, *rest = asked
             draw = Draw(*rest)
             troubles = draw.troubles
             self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
                 left = memoryview(bytes(saved))  # samples may be kept; the letter box is written again
-                draw.journal = Journal(self._packer, desk.space(), self._pulse.words, len(draw.indices))
+                draw.journal = Journal(self._packer, claims.space(), self._pulse.words, len(draw.indices))
                 draw.done = draw.journal.restore(left, count)
                 troubles += draw.journal.troubles
-            return self._map_batch(draw, base_seed, number, desk)
-        except Failed as failed:
+            return self._map_batch(draw, base_seed, number, claims)
+        except SampleFailed as failed:
             failure = failed.to_failure(troubles)
         except (CannotSend, StreamBroken) as error:
-            failure = Failed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
-        space = desk.space()
+            failure = SampleFailed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
+        space = claims.space()
         space.clear()
         return error_reply(self._packer, failure, space, _bad(troubles), self._mark())
 
-    def _map_batch(self, draw: Draw, base_seed: int, number: int, desk: Desk) -> Reply:
+    def _map_batch(self, draw: Draw, base_seed: int, number: int, claims: SlotClaims) -> Reply:
         fetcher = self._map
         assert fetcher is not None
         indices = draw.indices
@@ -237,19 +237,19 @@ class LoaderJob:
         if draw.journal is not None:
             draw.journal.discard()
         if fetcher.left_out(samples, draw, troubles):
-            return self._send((troubles, None), desk, samples, indices, len(troubles))
+            return self._send((troubles, None), claims, samples, indices, len(troubles))
         if self._default_collate:
-            self._stack.open(desk, samples)
+            self._stack.open(claims, samples)
         try:
             batch = fetcher.collate(samples, indices)
-        except Failed as failed:
+        except SampleFailed as failed:
             fetcher.leave_if_spent(failed, draw)
             raise
         finally:
             self._stack.close()
-        return self._send((troubles or None, batch), desk, samples, indices, _bad(troubles))
+        return self._send((troubles or None, batch), claims, samples, indices, _bad(troubles))
 
-    def _stream_batch(self, asked: Any, desk: Desk, troubles: list[Trouble]) -> Reply:
+    def _stream_batch(self, asked: Any, claims: SlotClaims, troubles: list[Trouble]) -> Reply:
         base_seed, epoch, number, size, shared_seed, place = asked
         recipe = self._recipe
         if epoch != self._epoch:
@@ -261,36 +261,36 @@ class LoaderJob:
             items, _ = stream.take(size, troubles=troubles)
         except StopIteration:
             if not troubles:
-                return self._exhausted(stream, desk)
+                return self._exhausted(stream, claims)
             return self._send(
-                ((troubles, None, 0, None), None), desk, [], None, len(troubles)
+                ((troubles, None, 0, None), None), claims, [], None, len(troubles)
             )  # that is said next time
         if self._default_collate:
-            self._stack.open(desk, items)
+            self._stack.open(claims, items)
         try:
             batch = stream.collate(items)
         finally:
             self._stack.close()
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1, self._began)
         self._began = None
-        return self._send((notes, batch), desk, items, None, len(troubles))
+        return self._send((notes, batch), claims, items, None, len(troubles))
 
-    def _exhausted(self, stream: StreamFetcher, desk: Desk) -> Reply:
+    def _exhausted(self, stream: StreamFetcher, claims: SlotClaims) -> Reply:
         """The first time with what this epoch has made of the dataset."""
         reply = Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
-        carried = self._carried
-        if carried is None or self._told_end:
+        dataset_changes = self._dataset_changes
+        if dataset_changes is None or self._told_end:
             return reply
         self._told_end = True
         if stream.spoilt:
-            return reply._replace(spec_bytes=End.NOT_KNOWN)
+            return reply._replace(spec_bytes=StreamEnd.NOT_KNOWN)
         try:
-            moved = carried.moved()
+            moved = dataset_changes.moved()
             if moved:
-                desk.space().put(memoryview(moved))
+                claims.space().put(memoryview(moved))
         except BaseException:  # user code again, or more than a slot holds
             return reply
-        return reply._replace(where=len(moved), spec_bytes=End.KNOWN)
+        return reply._replace(where=len(moved), spec_bytes=StreamEnd.KNOWN)
 
     def _begin_stream(
         self, base_seed: int, epoch: int, number: int, size: int, shared_seed: int | None, place: Place
@@ -319,19 +319,19 @@ class LoaderJob:
 
     def _moved(self) -> Moved:
         """What the last epoch has made of the dataset, if that was left."""
-        if self._carried is None or self._told_end:
+        if self._dataset_changes is None or self._told_end:
             return None
         try:
-            moved = self._carried.moved()
+            moved = self._dataset_changes.moved()
         except BaseException:  # user code
             return False
-        return moved if self._carried.all else False
+        return moved if self._dataset_changes.all else False
 
     def _bring(self, moved: bytes) -> None:
         """The dataset to where whole epochs of an earlier life have brought it."""
-        if moved and self._carried is not None:
+        if moved and self._dataset_changes is not None:
             try:
-                self._carried.restore(moved)
+                self._dataset_changes.restore(moved)
             except BaseException as error:  # user code: __setstate__
                 raise StreamBroken(
                     "what earlier epochs have made of the dataset could not be given to a new worker: its attributes "
@@ -373,8 +373,8 @@ class LoaderJob:
 
     # Sending -------------------------------------------------------------------------------------------------------
 
-    def _send(self, content: Any, desk: Desk, samples: Any, indices: Any, bad: int) -> Reply:
-        space = desk.space()
+    def _send(self, content: Any, claims: SlotClaims, samples: Any, indices: Any, bad: int) -> Reply:
+        space = claims.space()
         self._pulse.enter(_SEND)
         try:
             try:
@@ -409,4 +409,4 @@ class LoaderJob:
         return self._stream.print if self._stream is not None else 0
 
     def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
-        return birth.pack_error(error, space)
+        return keeper_birth.pack_error(error, space)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.loader import seeds
-from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
+from holdfast.local.protocol.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
 from holdfast.shm.pack import Packer, unpack
-from holdfast.shm.place import Full, SlotSpace
+from holdfast.shm.slot_writer import Full, SlotSpace
 
 _ENTRY = struct.Struct("<QQQ")
 

@@ -15,12 +15,12 @@ from torch.utils.data import IterableDataset
 
 from holdfast.diagnose.fitness import Bad, Measured, Repeat, Sample
 from holdfast.loader.dataloader import DataLoader
-from holdfast.loader.sendable import explain_unsendable
-from holdfast.loader.weigh import Repeated, Weighed, WeighedStream
-from holdfast.local.raised import shown, text_of
+from holdfast.loader.measure import Repeated, Weighed, WeighedStream
+from holdfast.loader.tree import explain_unsendable
 from holdfast.policy import Policy
+from holdfast.remote_exception import shown, text_of
 from holdfast.shm.pack import Packer
-from holdfast.shm.place import FileSpace
+from holdfast.shm.slot_writer import FileSpace
 
 Progress = Callable[[int, int], None]
 

@@ -24,13 +24,13 @@ import torch
 
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
-from holdfast.loader.fetch import Caught, Failed, Trouble, errors, everything
-from holdfast.loader.shapes import differing
-from holdfast.local.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
-from holdfast.local.raised import Raised, capture
+from holdfast.loader.fetch import Caught, SampleFailed, Trouble, errors, everything
+from holdfast.loader.tree import differing
+from holdfast.local.protocol.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.policy import Policy
+from holdfast.remote_exception import Raised, capture
 from holdfast.shm.pack import is_plain
-from holdfast.shm.place import CODES
+from holdfast.shm.slot_writer import CODES
 
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
 _EDGE = 32
@@ -102,7 +102,7 @@ class StreamFetcher:
                 self._items = iter(self._dataset)
             except self._catch() as error:
                 self.ended = True
-                raise Failed(error, 0, None, Stage.FETCH, 1) from error
+                raise SampleFailed(error, 0, None, Stage.FETCH, 1) from error
 
     @property
     def moves(self) -> bool:
@@ -124,7 +124,7 @@ class StreamFetcher:
                 self.take(size, Stage.REPLAY)
             except StopIteration:
                 break
-            except Failed:
+            except SampleFailed:
                 continue  # it raised for the last life too, and that was told
         if self.number != number or self.print != print_:
             self.give_up(number)
@@ -139,7 +139,7 @@ class StreamFetcher:
         """An epoch that another life has given, so many batches of it or the whole."""
         while not self.ended and self.number != number:
             self._seed(self.number)
-            with suppress(Failed, StopIteration):
+            with suppress(SampleFailed, StopIteration):
                 self.take(size, Stage.REPLAY)
 
     def _restore(self, packed: bytes) -> bool:
@@ -263,11 +263,11 @@ class StreamFetcher:
                     self.ended = True
                     with suppress(self._kind):  # notes of the user's that are no list, attributes that cannot be set
                         BaseException.add_note(error, _FINISHED)
-                    raise Failed(error, position, None, Stage.FETCH, 1) from error
+                    raise SampleFailed(error, position, None, Stage.FETCH, 1) from error
                 if self._policy.bad_sample == "skip":
                     troubles.append(Trouble(position, None, 1, 0.0, capture(error, catch=self._kind), "skipped"))
                     continue
-                raise Failed(error, position, None, Stage.FETCH, 1) from error
+                raise SampleFailed(error, position, None, Stage.FETCH, 1) from error
             try:
                 self.print = fingerprint(item, self.print)
             except self._catch():  # user code, or a kind of tensor that cannot be asked
@@ -281,7 +281,7 @@ class StreamFetcher:
         try:
             return self._collate(items)
         except self._catch() as error:
-            raise Failed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._kind)) from error
+            raise SampleFailed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._kind)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:

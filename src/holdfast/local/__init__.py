@@ -1,40 +1,24 @@
-"""Workers as processes of this machine; the only place that knows Linux. Start reading at host.py.
+"""Workers as processes of this machine, one folder per process. Start reading at trainer/local_host.py.
 
-In the trainer:
-host         LocalHost: orders in, events out
-lifeline     its ends of one life: the pipe of tasks, letter boxes, slots
-answers      what workers say becomes events
-journals     what a dead worker had loaded, for its next life
-leash        its hold on the keeper: process and socket
-vigil        the wait for all of them
-forks        what happens when the trainer forks
-handlers     did a signal handler raise this?
-birth        how a keeper comes to be
-witness      who signals the trainer
+protocol/   what they say to each other
+  wire             messages
+  pulse            the flight recorder: a shared page per worker
+worker/     what runs in a worker
+  loop             its whole life
+  thresholds       when it has taken so much that it makes room for a fresh one
+keeper/     what runs in the keeper
+  loop             orders in, facts out
+  fork_worker      how a worker comes to be
+  worker_life      what is known of one
+  worker_watch     the tick: memory, descriptors, silence; a closer look at a worker that hangs
+  memory_budget    how many workers fit into memory
+trainer/    what runs in the trainer
+  local_host       LocalHost: orders in, events out
+  worker_channel   its ends of one life: the pipe of tasks, letter boxes, slots
+  answers          what workers say becomes events
+  keeper_process   its hold on the keeper: process and socket
+  keeper_birth     how a keeper comes to be
+  signal_witness   who signals the trainer
 
-In the keeper:
-keeper       its loop: orders in, facts out
-cradle       how a worker comes to be
-life         what is known of one
-watch        the tick: memory, descriptors, silence
-look         what a worker has open, now and then: for when it is dead
-closer       a worker that is silent for too long, looked at more closely
-outbox       what waits to be said to the trainer
-room         how many workers fit into memory
-marks        when a worker shall make room for a fresh one
-oom          the kernel's counters of kills for memory
-evidence     facts taken at the moment
-spy          a second opinion on a process that hangs
-
-In a worker:
-worker       its whole life
-limits       that it sets for itself
-raised       exceptions on their way to the trainer
-transforms   was it a transform that raised?
-
-Between them, and below:
-wire         what they say to each other
-pulse        the flight recorder: a shared page per worker
-sender       who sent a signal
-linux, procfs, cgroups, discreet, secret_patterns, private
+An import points one way, down this list.
 """

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from typing import Any
 
-from holdfast.local import forks
-from holdfast.pool.letter import Letter
+from holdfast.pool.call_codec import Letter
 from holdfast.pool.progress import Tracker
+from holdfast.shm import forks
 
 
 class PoolFuture(Future[Any]):

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from holdfast.local.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
-from holdfast.local.wire import Kind
-from holdfast.local.worker import Reply
-from holdfast.pool.letter import is_brief
+from holdfast.local.protocol.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
+from holdfast.local.protocol.wire import Kind
+from holdfast.local.worker.loop import Reply
+from holdfast.pool.call_codec import is_brief
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
-from holdfast.shm.place import FileSpace, Full, SlotSpace
+from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 
 # The position of a chunk of which no item has begun: its letter is being opened.
 UNOPENED = -1
@@ -89,7 +89,7 @@ class Results:
         return Reply(kind, where, 0, len(table), 0, self._file)
 
 
-class Outcome(NamedTuple):
+class ItemOutcome(NamedTuple):
     """Of one item: `content` is its result or a Failure; or reading it raised `error`."""
 
     content: Any
@@ -104,7 +104,7 @@ def unfold(
     table_bytes: int,
     lend: Callable[[], memoryview | None],
     small: int = SMALL,
-) -> list[Outcome]:
+) -> list[ItemOutcome]:
     """As shm.pack.unpack, for a chunk. Which process: the trainer."""
     lent: list[memoryview | None] = []
 
@@ -120,13 +120,13 @@ def unfold(
                 content = unpack(view, at, count, spec_bytes, once, small)
             else:
                 content = pickle.loads(view[at : at + spec_bytes])
-            outcomes.append(Outcome(content, retries))
+            outcomes.append(ItemOutcome(content, retries))
         except BaseException as error:  # user code: __setstate__
-            outcomes.append(Outcome(None, 0, error))
+            outcomes.append(ItemOutcome(None, 0, error))
     return outcomes
 
 
-def left_by(saved: bytes, count: int) -> tuple[list[Outcome], int]:
+def left_by(saved: bytes, count: int) -> tuple[list[ItemOutcome], int]:
     """What a dead worker left of its chunk: outcomes, and how many items it had begun."""
     if not count:
         return [], 1
@@ -137,7 +137,7 @@ def left_by(saved: bytes, count: int) -> tuple[list[Outcome], int]:
 # What a chunk's future gives: a list of results, in which these stand where there is none (yet).
 
 
-class Failed(NamedTuple):
+class ItemFailed(NamedTuple):
     """This item has an exception."""
 
     error: BaseException

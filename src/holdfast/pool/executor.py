@@ -15,23 +15,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from holdfast.core.crew import Crew
+from holdfast.core.autoscale import Autoscale
 from holdfast.core.ledger import Ledger
 from holdfast.diagnose.report import Incident, Record, Report
-from holdfast.diagnose.runfolder import RunFolder
+from holdfast.diagnose.run_folder import RunFolder
 from holdfast.errors import HoldfastError
-from holdfast.local import forks
-from holdfast.local.host import LocalHost
-from holdfast.local.lifeline import WorkerHandle
-from holdfast.local.room import growth_bytes
+from holdfast.local.keeper.memory_budget import growth_bytes
+from holdfast.local.trainer.local_host import LocalHost
+from holdfast.local.trainer.worker_channel import WorkerHandle
 from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
-from holdfast.pool.dispatch import Dispatcher
+from holdfast.pool.call_codec import LetterWriter, MainModule
+from holdfast.pool.dispatcher import Dispatcher
 from holdfast.pool.feed import Feed, ahead_of, chunks_of, length_of
 from holdfast.pool.job import PoolJob
-from holdfast.pool.letter import LetterWriter, MainModule
+from holdfast.pool.narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import Show, Tracker
-from holdfast.pool.tell import Teller, stats_of
+from holdfast.shm import forks
 
 # Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
 # alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
@@ -241,12 +241,14 @@ class Pool(Executor):
         )
         # Attempts are counted, nobody is judged: a task that may not run twice must not, whoever killed its worker.
         plain = replace(policy, bad_sample="raise")
-        crew = Crew(self._workers, self._workers, adapt=False)
-        crew.room(*host.room)
-        allowed = crew.allowed.workers
+        autoscale = Autoscale(self._workers, self._workers, adapt=False)
+        autoscale.room(*host.room)
+        allowed = autoscale.allowed.workers
         ledger = Ledger(self._workers, depth, plain, in_order=False, allowed=allowed, share=self._share, even=True)
-        teller = Teller(self._record, policy, growth, self._method, calls)
-        dispatcher = Dispatcher(host, ledger, crew, LetterWriter(MainModule(fork)), teller, calls, depth, self._numbers)
+        narrator = PoolNarrator(self._record, policy, growth, self._method, calls)
+        dispatcher = Dispatcher(
+            host, ledger, autoscale, LetterWriter(MainModule(fork)), narrator, calls, depth, self._numbers
+        )
         # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
         dropped = weakref.finalize(self, dispatcher.close)
         dropped.atexit = False
@@ -293,7 +295,7 @@ class Pool(Executor):
             dispatcher.kill()
             dispatcher.join()
 
-    # A worker notes SIGTERM and goes on, see local/worker.py: there is no milder way.
+    # A worker notes SIGTERM and goes on, see local/worker/loop.py: there is no milder way.
     terminate_workers = kill_workers
 
     # What happened -------------------------------------------------------------------------------------------------

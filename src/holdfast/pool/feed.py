@@ -14,13 +14,13 @@ from concurrent.futures import Future, wait
 from itertools import islice
 from typing import Any
 
-from holdfast.pool.chunk import Failed, Part
+from holdfast.pool.chunk import ItemFailed, Part
 from holdfast.pool.progress import Tracker
 
 # Calls of a generator that are drawn before any result is taken: some megabytes of futures.
 AHEAD = 10_000
 
-_NO_RESULTS = (Failed, Part)
+_NO_RESULTS = (ItemFailed, Part)
 Submit = Callable[..., Future[Any]]
 
 
@@ -101,7 +101,7 @@ class Feed:
                 return result
             outcomes += reversed(result)
         outcome = outcomes.pop()
-        if type(outcome) is Failed:
+        if type(outcome) is ItemFailed:
             if not self._return_exceptions or not isinstance(outcome.error, Exception):
                 raise outcome.error
             return outcome.error

@@ -15,21 +15,22 @@ import cloudpickle
 import torch
 
 from holdfast.core.messages import Stage
-from holdfast.local import birth, limits
-from holdfast.local.pulse import ALLOWED, RETRIES, Pulse
-from holdfast.local.raised import Raised, capture
-from holdfast.local.wire import Kind
-from holdfast.local.worker import Reply, error_reply
+from holdfast.local.protocol.pulse import ALLOWED, RETRIES, Pulse
+from holdfast.local.protocol.wire import Kind
+from holdfast.local.trainer import keeper_birth
+from holdfast.local.worker.loop import Reply, error_reply
+from holdfast.pool.call_codec import Head, head_of, open_letter
 from holdfast.pool.chunk import UNOPENED, Results
-from holdfast.pool.letter import Head, head_of, open_letter
-from holdfast.shm.desk import Desk
+from holdfast.remote_exception import Raised, capture
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
-from holdfast.shm.place import FileSpace, Full, SlotSpace
+from holdfast.shm.slot_claims import SlotClaims
+from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
+from holdfast.system import linux
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CallFailure:
     """A task that ends in an exception. `unopened`: it was not even called. `unknown`: a name of `__main__` was."""
 
     raised: Raised
@@ -38,13 +39,13 @@ class Failure:
     unopened: bool = False
     unknown: bool = False
 
-    def brief(self) -> "Failure":
+    def brief(self) -> "CallFailure":
         """What always finds room."""
         return replace(self, raised=self.raised.brief())
 
 
 class PoolJob:
-    """See local/worker.py for who calls what when."""
+    """See local/worker/loop.py for who calls what when."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class PoolJob:
 
     def __getstate__(self) -> dict[str, Any]:
         """In the trainer, while a keeper is being spawned: by value what would not be found there by its name."""
-        if birth.main_is_importable():
+        if keeper_birth.main_is_importable():
             return vars(self)
         by_value = cloudpickle.dumps((self._initializer, self._retry_on))
         return {**vars(self), "_initializer": None, "_retry_on": (), "_by_value": by_value}
@@ -87,21 +88,21 @@ class PoolJob:
                 logging.getLogger("concurrent.futures").critical("Exception in initializer:", exc_info=True)
                 raise
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, desk: Desk) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
         head = head_of(payload)
         if head.items:
-            return self._run_chunk(head, payload, desk.space())
+            return self._run_chunk(head, payload, claims.space())
         attempt = head.attempt
         while True:
             self._pulse.words[ALLOWED] = head.allowed_ns
             self._pulse.enter(Stage.FETCH)
             attempt += 1
-            done = self._attempt(head, payload, attempt, desk)
+            done = self._attempt(head, payload, attempt, claims)
             if isinstance(done, Reply):
                 return done
             failure, again = done
             if not again or attempt >= head.attempts:
-                space = desk.space()
+                space = claims.space()
                 space.clear()
                 return error_reply(self._packer, failure, space)
             self._rest(attempt)
@@ -133,11 +134,11 @@ class PoolJob:
             try:
                 results.add(result, retries)
             except BaseException as error:  # user code again: __reduce__, __getstate__
-                results.add(Failure(capture(error), Stage.SEND, retries + 1), -1)
+                results.add(CallFailure(capture(error), Stage.SEND, retries + 1), -1)
         return results.reply()
 
     def _item_again(self, head: Head, payload: memoryview, position: int, error: BaseException) -> tuple[Any, int]:
-        """An item has raised: its result after all, and how many retries it took; or a Failure, and -1."""
+        """An item has raised: its result after all, and how many retries it took; or a CallFailure, and -1."""
         attempt = 1
         while issubclass(type(error), self._retry_on) and attempt < head.attempts:
             self._rest(attempt)
@@ -148,9 +149,11 @@ class PoolJob:
                 return fn(*items[position]), attempt - 1
             except BaseException as other:  # user code
                 error = other
-        return Failure(capture(error), Stage.FETCH, attempt), -1
+        return CallFailure(capture(error), Stage.FETCH, attempt), -1
 
-    def _attempt(self, head: Head, payload: memoryview, attempt: int, desk: Desk) -> Reply | tuple[Failure, bool]:
+    def _attempt(
+        self, head: Head, payload: memoryview, attempt: int, claims: SlotClaims
+    ) -> Reply | tuple[CallFailure, bool]:
         """The reply; or what went wrong, and whether it is worth another attempt."""
         try:
             fn, args, kwargs = open_letter(head, payload)
@@ -161,35 +164,35 @@ class PoolJob:
         except BaseException as error:  # user code
             facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
             facts = facts if issubclass(type(error), MemoryError) else ()
-            return Failure(capture(error, facts), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
+            return CallFailure(capture(error, facts), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
         fd = -1
         try:
             try:
-                return Reply(Kind.BATCH, *self._packer.pack(content, desk.space()))
+                return Reply(Kind.BATCH, *self._packer.pack(content, claims.space()))
             except Full:
                 fd = new_file("result", 0)
                 return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)
         except BaseException as error:  # user code again: __reduce__, __getstate__; or there is no room for a file
             if fd >= 0:
                 os.close(fd)
-            return Failure(capture(error), Stage.SEND, attempt), False
+            return CallFailure(capture(error), Stage.SEND, attempt), False
 
     def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
-        return birth.pack_error(error, space)
+        return keeper_birth.pack_error(error, space)
 
 
-def _unopened(error: BaseException, head: Head, attempt: int) -> Failure:
+def _unopened(error: BaseException, head: Head, attempt: int) -> CallFailure:
     captured = capture(error)
     unknown = issubclass(type(error), AttributeError) and "_main__'" in captured.text and not head.by_value
-    return Failure(captured, Stage.BOOT, attempt, True, unknown)
+    return CallFailure(captured, Stage.BOOT, attempt, True, unknown)
 
 
 def _limited(size: int, call: Callable[[], Any]) -> Any:
     """An allocation fails once the process has `size` bytes more than now."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limits.limit_growth(size)
+    linux.limit_growth(size)
     try:
         return call()
     finally:

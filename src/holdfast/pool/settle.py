@@ -6,12 +6,12 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.core.messages import Cause, Lost
-from holdfast.local.host import LocalHost
-from holdfast.local.lifeline import Parcel
+from holdfast.local.trainer.local_host import LocalHost
+from holdfast.local.trainer.worker_channel import SlotResult
 from holdfast.pool.call import Call
-from holdfast.pool.chunk import UNOPENED, Failed, Outcome, Part, left_by, unfold
-from holdfast.pool.job import Failure
-from holdfast.pool.tell import Teller
+from holdfast.pool.chunk import UNOPENED, ItemFailed, ItemOutcome, Part, left_by, unfold
+from holdfast.pool.job import CallFailure
+from holdfast.pool.narrator import PoolNarrator
 from holdfast.shm.pack import unpack
 
 # Where it was noted what the worker was on before it was killed: it may have gone on meanwhile.
@@ -26,14 +26,14 @@ class Settler:
     def __init__(
         self,
         host: LocalHost,
-        teller: Teller,
+        narrator: PoolNarrator,
         numbers: "itertools.count[int]",
         again: Callable[[Call], None],
         rewrite: Callable[[Call], None],
     ) -> None:
         self._host = host
-        self._teller = teller
-        self._counts = teller.record.counts
+        self._narrator = narrator
+        self._counts = narrator.record.counts
         self._numbers = numbers
         self._again = again
         self._rewrite = rewrite
@@ -44,12 +44,12 @@ class Settler:
         if isinstance(result, Lost):
             self._lost(call, result)
             return
-        assert isinstance(result, Parcel)
+        assert isinstance(result, SlotResult)
         try:
             several = call.items and not result.failed
             content = self._host.take_out(result, read=unfold if several else unpack)
         except BaseException as error:  # user code: __setstate__
-            self.done(call, None, self._teller.unreadable(call, error))
+            self.done(call, None, self._narrator.unreadable(call, error))
             return
         if result.failed and content.unknown:
             self._rewrite(call)
@@ -68,7 +68,7 @@ class Settler:
     def done(self, call: Call, value: Any, error: BaseException | None) -> None:
         """It is over. A chunk that never was begun: so are all its items."""
         if call.items and error is not None:
-            self._settle(call, [Failed(error)] * call.items)
+            self._settle(call, [ItemFailed(error)] * call.items)
             return
         call.close()
         if call.tracker is not None:
@@ -84,9 +84,9 @@ class Settler:
             BaseException.add_note(error, f"while task {call.number} ({call.name}) was being pickled for a worker")
         self.done(call, None, error)
 
-    def _failure(self, call: Call, failure: Failure, worker: int) -> BaseException:
+    def _failure(self, call: Call, failure: CallFailure, worker: int) -> BaseException:
         self._counts["raised"] += 1
-        return self._teller.failure(call, failure, worker, self._host.pid_of(worker) or 0)
+        return self._narrator.failure(call, failure, worker, self._host.pid_of(worker) or 0)
 
     def _lost(self, call: Call, lost: Lost) -> None:
         if call.items:
@@ -94,20 +94,20 @@ class Settler:
             return
         self._counts["lost"] += 1
         self._counts["retries"] += lost.attempts - 1
-        self.done(call, None, self._teller.lost(call, lost))
+        self.done(call, None, self._narrator.lost(call, lost))
 
     # Chunks --------------------------------------------------------------------------------------------------------
 
-    def _told(self, call: Call, outcomes: list[Outcome], worker: int) -> list[Any]:
-        """Results, with a Failed in the place of those that there are not."""
+    def _told(self, call: Call, outcomes: list[ItemOutcome], worker: int) -> list[Any]:
+        """Results, with a ItemFailed in the place of those that there are not."""
         told: list[Any] = []
         if all(retries == 0 and error is None for _, retries, error in outcomes):
             return [outcome[0] for outcome in outcomes]
         for item, (content, retries, error) in enumerate(outcomes):
             if error is not None:
-                told.append(Failed(self._teller.unreadable(call.alone(call.number, item), error)))
+                told.append(ItemFailed(self._narrator.unreadable(call.alone(call.number, item), error)))
             elif retries < 0:
-                told.append(Failed(self._failure(call.alone(call.number, item), content, worker)))
+                told.append(ItemFailed(self._failure(call.alone(call.number, item), content, worker)))
             else:
                 self._counts["retries"] += retries
                 told.append(content)
@@ -127,7 +127,7 @@ class Settler:
             guilty = call.alone(next(self._numbers) if not last else call.number, item, 0 if last else 1)
             if last:
                 self._counts["lost"] += 1
-                told.append(Failed(self._teller.lost(guilty, lost)))
+                told.append(ItemFailed(self._narrator.lost(guilty, lost)))
             else:
                 self._counts["retries"] += 1
                 told.append(Part(guilty.future, False))
@@ -150,5 +150,5 @@ class Settler:
         call.close()
         if call.tracker is not None:
             here = [outcome for outcome in told if type(outcome) is not Part]
-            call.tracker.ended(len(here), sum(type(outcome) is Failed for outcome in here))
+            call.tracker.ended(len(here), sum(type(outcome) is ItemFailed for outcome in here))
         self._counts["done" if call.future.settle(told, None) else "cancelled"] += 1

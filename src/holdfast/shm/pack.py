@@ -1,7 +1,7 @@
 """A nested batch <-> (spec, buffers): pickle protocol 5, with the bulk out of band.
 
 The worker packs: the structure becomes a pickle, the *spec*; the bytes of tensors and arrays are put into a space
-(see shm/place.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
+(see shm/slot_writer.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
 that a kept label does not hold on to its batch; large ones are views, without a copy.
 
 Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec
@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from holdfast.shm.place import CODES, TWINS, AnySpace, is_same
+from holdfast.shm.slot_writer import CODES, TWINS, AnySpace, is_same
 
 # Leaves below this are copied out of the slot.
 SMALL = 256 << 10

@@ -1,6 +1,6 @@
 """What schedulers and container runtimes write: Slurm, LSF, PBS, Kubernetes, YARN, systemd; exit codes above 128."""
 
-from holdfast.diagnose.logs.clue import Clue, Family
+from holdfast.diagnose.logs import Clue, Family
 
 _LESS_MEMORY = "fewer workers, a smaller prefetch_factor or batch; or ask the scheduler for more memory"
 _RESUME = (

@@ -1,6 +1,6 @@
 """What torch's own DataLoader says."""
 
-from holdfast.diagnose.logs.clue import Clue, Family
+from holdfast.diagnose.logs import Clue, Family
 
 _KILLED = r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) is killed by signal: "
 _CAUGHT = r"Caught (?P<error>[\w.]+) in DataLoader worker process (?P<worker>\d+)"

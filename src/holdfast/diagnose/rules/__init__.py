@@ -1,10 +1,10 @@
 """All rules, in the order in which they are asked: the most specific first."""
 
 from holdfast.diagnose.finding import Rule
-from holdfast.diagnose.rules import crash, data, hang, limits, memory, signals, startup
+from holdfast.diagnose.rules import crash, data, hang, limits, memory, signals
 
 ALL: tuple[Rule, ...] = (
-    *startup.RULES,
+    *crash.STARTUP,
     *hang.RULES,
     *memory.RULES,
     *limits.RULES,

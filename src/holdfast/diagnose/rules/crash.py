@@ -5,8 +5,28 @@ import signal
 from holdfast.core.inquest import OWN_FAULT
 from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import Case, Confidence, Finding
-from holdfast.local.evidence import Evidence
-from holdfast.local.linux import signal_name
+from holdfast.system.evidence import Evidence
+from holdfast.system.linux import signal_name
+
+# The worker never came up.
+
+
+def boot_raised(case: Case) -> Finding | None:
+    """Unpickling the dataset, or worker_init_fn."""
+    if case.what != "boot" or case.raised is None:
+        return None
+    return Finding(
+        "worker-init-raised",
+        f"worker {case.worker} could not start: {case.raised.type_name}: {case.raised.text}",
+        ("the exception came before the worker was ready", *case.raised.facts),
+        "look at the initializer; see the traceback"
+        if case.of_pool
+        else "look at worker_init_fn and at what unpickling the dataset does; see the traceback",
+    )
+
+
+STARTUP = (boot_raised,)
+
 
 _LAST_LINE = "the last Python line of the stack called the library that crashed; "
 _SKIP = 'Policy(bad_sample="skip") goes on without such samples'

@@ -5,7 +5,7 @@ import re
 
 from holdfast.core.messages import Stage
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.local.evidence import SHARED
+from holdfast.system.evidence import SHARED
 
 _FILES = {
     errno.ESTALE: (

@@ -6,7 +6,7 @@ import re
 
 from holdfast.core.messages import Cause, Leave
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.local.evidence import NO_STACK
+from holdfast.system.evidence import NO_STACK
 
 
 def cannot_fork(case: Case) -> Finding | None:

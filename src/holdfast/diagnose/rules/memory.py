@@ -5,7 +5,7 @@ import signal
 
 from holdfast.core.messages import Cause, Leave
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.local.evidence import Evidence
+from holdfast.system.evidence import Evidence
 
 
 def oom_killed(case: Case) -> Finding | None:

@@ -6,9 +6,9 @@ import signal
 from holdfast.core.messages import Cause
 from holdfast.diagnose.finding import TRAINER, Case, Finding
 from holdfast.diagnose.rules.memory import memory_seen
-from holdfast.local.evidence import Evidence
-from holdfast.local.linux import signal_name
-from holdfast.local.sender import Sender
+from holdfast.system.evidence import Evidence
+from holdfast.system.linux import signal_name
+from holdfast.system.signals import Sender
 
 # What schedulers' programs are called: pattern of the command line, name, where to look.
 _SCHEDULERS = (

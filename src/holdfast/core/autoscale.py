@@ -1,0 +1,207 @@
+"""Autoscale: how many workers there shall be at work. Plain arithmetic, no clock: who asks says what time it is.
+
+Three say how many: the *wish* (num_workers; with "auto" it is looked for, see below), the *room* (what fits into
+memory, told by the host), and the *berths* (what the system let us start). The least of them counts.
+
+Looking for the best number, with "auto", while the trainer waits for batches (where it does not, there is nothing to
+gain): another number is tried; what does not bring more is taken back, and what is fewer is kept if it brings as much.
+At first twice as many are tried, again and again while that brings a third of what it could: samples that wait for a
+disk or a network may need many more workers than processors. Then a quarter fewer and a quarter more by turns, with
+rests between that grow each time, so that tries cost little and yet what changes is noticed.
+
+What makes it hard to measure: batches come in order, so those of a whole round, all that the workers have places for,
+may come at once. So only whole rounds count, and what was on its way when the number changed does not. And others use
+the machine: a try is over as soon as its outcome is plain, and otherwise when it has been measured for long enough.
+"""
+
+from dataclasses import dataclass
+
+from holdfast.core.messages import Allowed
+
+# Places of each worker, with torch's default for prefetch_factor: so many batches of each make a round.
+PLACES = 2
+# Enough to tell 5 % from chance: seconds, batches, rounds. A quarter of it shows what is plain.
+ENOUGH_S, ENOUGH_BATCHES, ENOUGH_ROUNDS = 2.0, 16, 2
+HINT = 0.25
+# What is plain: so far beside what is needed with enough, twice as far with half of it.
+PLAIN = 0.1
+# The number that there is can be measured for longer; but not for ever, since times change.
+LONG = 4.0
+# Workers need so long to start at most, as a rule. Who is slower by this factor even before what is on its way has
+# passed is too slow.
+SETTLE_S, PATIENCE_S = 0.25, 3.0
+SLOW = 1.6
+# Below this share of waiting there is nothing to gain.
+WAITS = 0.05
+# What more workers must bring to be kept, and what fewer must; and which share of the most that more could bring is a
+# reason to try twice as many.
+WORTH, AS_GOOD, STEEP = 1.05, 0.98, 0.3
+# After a try: rest for so many times as long as it took, twice as many each time; seconds at least and at most.
+REST = 4.0
+LEAST_REST_S, LONGEST_REST_S = 5.0, 300.0
+# A refused process is asked for again after this; twice as long each time.
+AGAIN_S = 10.0
+
+
+class Autoscale:
+    """`most`: how many there may ever be. `adapt`: look for the best number, from `start` on."""
+
+    def __init__(self, most: int, start: int, adapt: bool) -> None:
+        self._most = most
+        self._adapt = adapt and most > 1
+        self._wish = start if self._adapt else most
+        self._room = most
+        self._paused = False
+        self._berths = most
+        self._again_at = 0.0
+        self._again_s = AGAIN_S
+        self._search = Search(self._wish)
+
+    @property
+    def allowed(self) -> Allowed:
+        return Allowed(max(1, min(self._wish, self._room, self._berths)), self._paused)
+
+    @property
+    def wish(self) -> int:
+        """What the search has come to: a later epoch begins with it."""
+        return self._wish
+
+    def room(self, workers: int, paused: bool) -> None:
+        """The host says what fits into memory."""
+        self._room, self._paused = workers, paused
+
+    def refused(self, present: int, at: float) -> None:
+        """The system refused a process; `present` are there."""
+        self._berths = max(1, present)
+        self._again_at = at + self._again_s
+        self._again_s *= 2
+
+    def rest(self) -> None:
+        """Between two epochs: what was measured over the gap would say nothing."""
+        self._search.rest()
+
+    def look(self, at: float, batches: int, waited_s: float) -> None:
+        """Which moment it is, and the totals so far of batches and of the trainer's waiting."""
+        if self._berths < self._most and at >= self._again_at:
+            self._berths = self._most
+        if self._adapt:
+            able = max(1, min(self._most, self._room, self._berths))
+            now = min(self._wish, able)
+            found = self._search.look(at, batches, waited_s, now, able)
+            if found != now:  # otherwise the wish stays, for when there is room again
+                self._wish = found
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What there was when a try began."""
+
+    workers: int
+    rate: float
+    at: float
+
+
+class Search:
+    """See the module. Either the number that there is gets measured, or, during a try, another one."""
+
+    def __init__(self, start: int) -> None:
+        self._now = start
+        self._since: tuple[float, int, float] | None = None  # when the stretch at hand began, and the totals then
+        self._settling = start  # batches that must pass before the number shows; everybody waits for the first ones
+        self._counted = 0  # batches of the stretch, in whole rounds
+        self._before: Before | None = None  # set during a try
+        self._up = True  # where the next try goes
+        self._leap = True  # to twice as many; otherwise a quarter more or fewer
+        self._rest = REST
+        self._rest_until = 0.0
+
+    def rest(self) -> None:
+        """Forget the stretch at hand, and the try."""
+        self._since = self._before = None
+        self._settling = max(self._now, self._settling)
+
+    def look(self, at: float, batches: int, waited_s: float, now: int, most: int) -> int:
+        """How many it shall be from now on; `now` there are."""
+        if now != self._now:  # memory or the system had a say
+            self._before = None
+            self._change(now)
+        if self._since is None:
+            self._begin(at, batches, waited_s)
+            return now
+        began, had, had_waited = self._since
+        seconds, done = at - began, batches - had
+        if self._settling:
+            if seconds >= SETTLE_S and done >= self._settling:
+                self._settling = 0
+                self._begin(at, batches, waited_s)
+            elif self._before is not None and seconds > self._patience_s(self._before):
+                return self._take_back(at, self._before)
+            return now
+        counted = done - done % (PLACES * now)
+        if counted == self._counted:
+            return now  # in the middle of a round
+        self._counted = counted
+        rate, waits = counted / seconds, (waited_s - had_waited) / seconds
+        sure = min(seconds / ENOUGH_S, counted / ENOUGH_BATCHES, counted / (ENOUGH_ROUNDS * PLACES * now))
+        if self._before is not None:
+            return self._judge(at, self._before, rate, sure, most)
+        if sure >= (HINT if self._leap else 1) and waits >= WAITS and at >= self._rest_until:
+            return self._try(at, rate, most)
+        if sure >= LONG:
+            self._begin(at, batches, waited_s)
+        return now
+
+    def _begin(self, at: float, batches: int, waited_s: float) -> None:
+        self._since, self._counted = (at, batches, waited_s), 0
+
+    def _patience_s(self, before: Before) -> float:
+        return max(PATIENCE_S, SLOW * self._settling / before.rate)
+
+    def _judge(self, at: float, before: Before, rate: float, sure: float, most: int) -> int:
+        """Was it right to try this number?"""
+        gain, share = rate / before.rate, self._now / before.workers
+        needed = WORTH if share > 1 else AS_GOOD
+        if sure < HINT or (sure < 1 and abs(gain - needed) * sure < PLAIN):
+            return self._now
+        if gain < needed:
+            return self._take_back(at, before)
+        self._before = None
+        if share > 1:
+            steep = gain - 1 >= STEEP * (share - 1)
+            if steep and self._leap:
+                self._rest = REST  # no chance: it is another load than before
+            self._up = steep or not self._leap  # a leap that brought little went too far, perhaps
+            self._leap = steep
+        if self._now == (most if self._up else 1):
+            self._rest_from(at, before)
+            return self._now
+        return self._try(at, max(rate, before.rate), most)
+
+    def _try(self, at: float, rate: float, most: int) -> int:
+        now = self._now
+        if now == (most if self._up else 1):
+            self._up, self._leap = not self._up, False
+        step = now if self._leap else max(1, now // 4)
+        to = min(most, now + step) if self._up else max(1, now - step)
+        if to == now:
+            return now
+        self._before = Before(now, rate, at)
+        return self._change(to)
+
+    def _take_back(self, at: float, before: Before) -> int:
+        if self._leap:
+            self._leap = False  # a smaller step the other way, at once
+        else:
+            self._rest_from(at, before)
+        self._before = None
+        self._up = self._now < before.workers
+        return self._change(before.workers)
+
+    def _rest_from(self, at: float, before: Before) -> None:
+        self._rest_until = at + min(LONGEST_REST_S, max(LEAST_REST_S, self._rest * (at - before.at)))
+        self._rest *= 2
+
+    def _change(self, to: int) -> int:
+        self._settling = PLACES * max(self._now, to)
+        self._since, self._now = None, to
+        return to

@@ -1,0 +1,220 @@
+"""Dispatch: in whose hands each task is, and who gets the next one.
+
+Every worker at work has `depth` places. A task takes one when it is sent, and leaves it when it is delivered, not when
+it is finished: a batch that waits for its turn is memory. What finds no place waits here, in its order.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from holdfast.core.messages import Action, Send, Start
+from holdfast.core.roster import Roster, Task, WorkerState
+
+
+class Dispatch:
+    """`even`: nobody waits behind another task while a worker has nothing to do."""
+
+    def __init__(self, roster: Roster, depth: int, even: bool) -> None:
+        self._roster = roster
+        self._depth = depth
+        self._even = even
+        self.paused = False  # no task is handed out while another is being done
+        self._free = deque(roster.present() * depth)  # one entry per task that fits
+        self._idle: deque[WorkerState] = deque(roster.present() if even else ())
+        self.waiting: deque[Task] = deque()
+
+    @property
+    def room(self) -> int:
+        """How many tasks would be sent at once."""
+        return len(self._free)
+
+    @property
+    def idle(self) -> bool:
+        """A worker has nothing to do."""
+        return any(not worker.tasks for worker in self._roster.present())
+
+    @property
+    def uneven(self) -> bool:
+        """A worker has nothing to do, and another holds a task that it has not begun."""
+        loads = [len(worker.tasks) for worker in self._roster.present()]
+        return bool(loads) and min(loads) == 0 and max(loads) > 1
+
+    def busiest(self) -> WorkerState:
+        """Who holds most."""
+        return max(self._roster.present(), key=lambda w: len(w.tasks))
+
+    # Giving --------------------------------------------------------------------------------------------------------
+
+    def give(self, task: Task) -> Sequence[Action]:
+        """A new task: to whoever has a place, or it waits."""
+        if self.paused or self.waiting or not self._free:
+            self.waiting.append(task)
+            return self.give_waiting()
+        if self._even:
+            return self._pass_on(self._choose(), task)
+        worker = self._free.popleft()
+        worker.used += 1
+        return (self.send(worker, task),)
+
+    def give_waiting(self) -> list[Action]:
+        """Hand out what waits, as far as there is room. While paused, one at a time.
+
+        When nobody does anything, one is given to somebody whose places are all taken by batches that wait for their
+        turn: it may be the turn of this one.
+        """
+        actions: list[Action] = []
+        while self.waiting:
+            if any(worker.tasks for worker in self._roster.workers) and (self.paused or not self._free):
+                break
+            if not self._roster.at_work:
+                break  # all of them leave, and others come
+            worker = self._choose() if self._free else self._overload()
+            actions += self._pass_on(worker, self.waiting.popleft())
+        return actions
+
+    def send(self, worker: WorkerState, task: Task) -> Send:
+        """It is this worker's now."""
+        task.worker = worker.id
+        worker.tasks[task.id] = task
+        return Send(
+            worker.id,
+            worker.life,
+            task.id,
+            task.attempt,
+            task.bad,
+            task.alone,
+            task.number,
+            task.stay,
+        )
+
+    def _pass_on(self, worker: WorkerState, task: Task) -> Sequence[Action]:
+        send = self.send(worker, task)
+        if worker.started:
+            return (send,)
+        worker.started = True
+        return (Start(worker.id, worker.life), send)
+
+    def _choose(self) -> WorkerState:
+        """Who gets the next task, of those who have a place: somebody who has nothing to do, if there is one."""
+        while self._idle:
+            worker = self._idle.popleft()
+            if not (worker.tasks or worker.leaving or worker.away):  # it may have changed since
+                self._free.remove(worker)
+                break
+        else:
+            worker = self._free.popleft()
+        worker.used += 1
+        return worker
+
+    def _overload(self) -> WorkerState:
+        """The least busy one, whether it has a place or not."""
+        worker = min(self._roster.present(), key=lambda w: len(w.tasks))
+        worker.used += 1
+        if worker in self._free:
+            self._free.remove(worker)
+        return worker
+
+    # Places --------------------------------------------------------------------------------------------------------
+
+    def free(self, worker: WorkerState) -> None:
+        """One of its tasks is over, or not its any more."""
+        worker.used -= 1
+        if worker.used < self._depth and not (worker.away or worker.leaving):
+            self._free.append(worker)
+            if self._even and not worker.tasks:
+                self._idle.appendleft(worker)  # before those that are not started yet
+
+    def close(self, worker: WorkerState) -> None:
+        """It gets no more tasks."""
+        self._free = deque(place for place in self._free if place is not worker)
+
+    def open(self, worker: WorkerState) -> list[Action]:
+        """It gets tasks again."""
+        self._free.extend([worker] * max(0, self._depth - worker.used))
+        if self._even and not worker.tasks:
+            self._idle.appendleft(worker)
+        return self.give_waiting()
+
+    # Tasks that change hands ---------------------------------------------------------------------------------------
+
+    def give_again(self, worker: WorkerState) -> list[Action]:
+        """Its next life gets all that it holds."""
+        held = list(worker.tasks.values())
+        worker.tasks.clear()
+        return [Start(worker.id, worker.life), *(self.send(worker, task) for task in held)]
+
+    def give_to_others(self, worker: WorkerState) -> list[Action]:
+        """It has no life any more: the others get what it holds."""
+        held = list(worker.tasks.values())
+        worker.tasks.clear()
+        worker.used -= len(held)
+        if self.paused:
+            self.waiting.extendleft(reversed(held))
+            return self.give_waiting()
+        # They are the oldest there are: others wait for their turn.
+        return [action for task in held for action in self._pass_on(self._overload(), task)]
+
+    def take_back(self, worker: WorkerState, task: Task) -> list[Action]:
+        """It had not begun this task, which `worker.tasks` names no more: it is the first to be handed out again."""
+        self.free(worker)
+        self.waiting.appendleft(task)
+        return self.give_waiting()
+
+    def withdraw(self, task: Task) -> WorkerState | None:
+        """Nobody wants it any more. Gives who is on it, if anybody is."""
+        if task in self.waiting:
+            self.waiting.remove(task)
+            return None
+        worker = self._roster.workers[task.worker]
+        del worker.tasks[task.id]
+        worker.used -= 1
+        return worker
+
+
+# Rotation: workers whose number decides what they give take turns, as torch has it.
+#
+# Where it is in force, no worker can do the work of another: batch n is worker n % workers' (`RoundRobin`), or each
+# worker is its own place in a stream (`Streams`).
+
+
+class RoundRobin:
+    """Batch n goes to worker n % workers."""
+
+    def __init__(self, workers: Sequence[WorkerState]) -> None:
+        self._workers = workers
+        self._at = 0
+
+    def next(self, task: Task) -> WorkerState | None:
+        """Who gets this task; None when nobody has anything left."""
+        worker = self._workers[self._at]
+        self._at = (self._at + 1) % len(self._workers)
+        return worker
+
+
+class Streams(RoundRobin):
+    """A stream that has ended is left out; and so is a busy one, if it may be. It says which batch of the stream a
+    task is.
+    """
+
+    def __init__(self, workers: Sequence[WorkerState], depth: int, in_order: bool) -> None:
+        super().__init__(workers)
+        self._depth = depth
+        self._in_order = in_order
+        self.ended = 0
+
+    @property
+    def open(self) -> bool:
+        """False when every stream has come to its end."""
+        return any(worker.open for worker in self._workers)
+
+    def next(self, task: Task) -> WorkerState | None:
+        count = len(self._workers)
+        for busy_too in (self._in_order, True):
+            for at in range(self._at, self._at + count):
+                worker = self._workers[at % count]
+                if worker.open and (busy_too or len(worker.tasks) < self._depth):
+                    self._at = (at + 1) % count
+                    task.number = worker.drawn
+                    worker.drawn += 1
+                    return worker
+        return None

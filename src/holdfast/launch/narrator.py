@@ -1,0 +1,209 @@
+"""What the user is told of a group: the cause with its finding, what followed from it, and what was printed last."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast.core.inquest import OWN_FAULT
+from holdfast.core.messages import Cause, Stage
+from holdfast.diagnose.finding import Case, Finding, find
+from holdfast.diagnose.report import told
+from holdfast.diagnose.rules import ALL
+from holdfast.launch.cause import How, RankExited, RankRaised, RootCause
+from holdfast.launch.rank_group import RankGroup
+from holdfast.launch.rank_life import Rank
+from holdfast.remote_exception import rebuild
+from holdfast.system.evidence import Evidence
+from holdfast.system.linux import signal_name
+
+# What the rules say of data loading's workers, said of ranks.
+_ADVICE = {
+    "worker-oom-killed": "a smaller batch or model per rank, fewer ranks (nprocs), fewer loader workers in each; "
+    "`holdfast doctor` shows what this machine grants",
+    "worker-killed": "look at the scheduler's log, and for whoever runs kill -9 or pkill here; "
+    "Policy(restarts=3) starts all ranks again",
+    "worker-exited": "look for sys.exit, os._exit or a library that calls exit() in what the function does",
+}
+_CRASHED = "the last Python line of the stack called the library that crashed"
+_MOST_TEXT = 300
+
+
+def case_of(rank: Rank, did: str = "") -> Case:
+    """For the rules: a rank is asked about as a worker is."""
+    said = rank.said
+    code = rank.exit_code
+    if said is not None and said.what in ("raised", "boot"):
+        what = "boot" if said.what == "boot" else "raised"
+        about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth}
+        return Case(what=what, raised=said.raised, did=did, **about)  # type: ignore[arg-type]
+    return Case(
+        what="exited" if rank.entered or code <= 0 else "boot",
+        worker=rank.number,
+        pid=rank.pid,
+        cause=Cause.SIGNAL if code < 0 else Cause.EXIT,
+        code=abs(code),
+        evidence=rank.evidence,
+        did=did,
+    )
+
+
+def finding_of(case: Case) -> Finding:
+    """Why, in words for ranks."""
+    raised = case.raised
+    if case.what == "boot" and raised is None:
+        return Finding(
+            "rank-cannot-start",
+            "the process ended before it came to the function: most often because importing the main module raised",
+            (f"exit code {case.code}, before the function was reached",),
+            'its output, below, says why; a script starts its ranks under `if __name__ == "__main__":` only, for each '
+            "rank imports it",
+            "likely",
+        )
+    if case.what == "boot" and raised is not None:
+        return Finding(
+            "rank-cannot-start",
+            f"the function or its arguments could not be opened in the rank: {raised.type_name}: {_short(raised.text)}",
+            ("it came before the function was called", *raised.facts),
+            "look at what importing its module does, and at what unpickling the arguments does; a module must be "
+            "importable in a new process",
+        )
+    finding = find(case, ALL)
+    if raised is not None and finding.name in ("sample-raised", "exception-not-picklable"):
+        return Finding(
+            "rank-raised",
+            f"the function raised {raised.type_name}: {_short(raised.text)}",
+            raised.facts,
+            "the traceback below ends on the line that raised it",
+        )
+    advice = _ADVICE.get(finding.name, finding.advice)
+    if case.cause is Cause.SIGNAL and case.code in OWN_FAULT and "stack" in advice:
+        advice = _CRASHED
+    sender = case.evidence.sender if case.evidence is not None else None
+    sent = (f"sent by {sender}",) if sender is not None else ()
+    seen = tuple(_of_a_rank(text) for text in finding.seen)
+    return replace(finding, says=_of_a_rank(finding.says), seen=(*seen, *sent), advice=advice)
+
+
+def _of_a_rank(text: str) -> str:
+    return text.replace("the worker", "the rank")
+
+
+def echo_finding(done: Sequence[str]) -> Finding:
+    """All that is known is that somebody lost a peer, and no peer has died."""
+    return Finding(
+        "rank-lost-peer",
+        "it lost the connection to another rank, and no rank had died before",
+        tuple(done) or ("no rank had ended before it",),
+        "if a rank had ended before: all must make the same number of collective calls (torch's Join helps with uneven "
+        "data). If none had: the network, or a time-out of the process group",
+        "likely",
+    )
+
+
+def _short(text: str) -> str:
+    first = text.strip().partition("\n")[0]
+    return first if len(first) <= _MOST_TEXT else first[: _MOST_TEXT - 3] + "..."
+
+
+def ending(case: Case) -> str:
+    """torch's own words, which people search for."""
+    if case.what == "boot" and case.raised is not None:
+        return f"could not start: {case.raised.type_name}: {_short(case.raised.text)}"
+    if case.raised is not None:
+        return f"raised {case.raised.type_name}: {_short(case.raised.text)}"
+    if case.cause is Cause.SIGNAL:
+        return f"terminated with signal {signal_name(case.code)}"
+    return f"terminated with exit code {case.code}"
+
+
+class Attempt:
+    """One attempt that failed, told. `number` of `most`, from 1."""
+
+    def __init__(self, group: RankGroup, verdict: RootCause, number: int, most: int, did: str) -> None:
+        assert verdict.cause is not None
+        self._group = group
+        self._verdict = verdict
+        self._number = number
+        self.rank = next(rank for rank in group.ranks if rank.number == verdict.cause.rank)
+        case = case_of(self.rank, "; ".join(filter(None, (self._stopped(), did))))
+        self.boot = case.what == "boot"
+        echo = group.how(self.rank) is How.ECHO
+        finding = echo_finding(self._done()) if echo else finding_of(case)
+        lived = max(0.0, (verdict.cause.at_ns - self.rank.began_ns) / 1e9)
+        about = f"rank {self.rank.number} of {len(group.ranks)}, pid {self.rank.pid}, {lived:.1f} s after its start"
+        about += f", attempt {number} of {most}" if most > 1 else ""
+        raised = self.rank.said.raised if self.rank.said is not None else None
+        evidence = self.rank.evidence
+        stack = raised.traceback.rstrip() if raised is not None else _users_frames(evidence)
+        stage = Stage.BOOT if self.boot else Stage.FETCH
+        case = replace(case, life=number - 1, attempt=number, stage=stage, at=time.time())
+        self.incident = told(case, finding, f"process {self.rank.number} {ending(case)} ({about})", stack)
+
+    def _stopped(self) -> str:
+        stopped = [str(end.rank) for end, kind in self._verdict.others if kind is How.STOPPED]
+        return f"stopped rank {', '.join(stopped)}" if stopped else ""
+
+    def _done(self) -> list[str]:
+        cause = self._verdict.cause
+        assert cause is not None
+        return [
+            f"rank {rank.number} had returned {(cause.at_ns - rank.said.at_ns) / 1e9:.3f} s before"
+            for rank in self._group.ranks
+            if rank.said is not None and rank.said.what == "done" and rank.said.at_ns < cause.at_ns
+        ]
+
+    def _followed(self) -> list[str]:
+        """The ends of the others, which are not the cause."""
+        cause = self._verdict.cause
+        assert cause is not None
+        lines = []
+        for end, kind in self._verdict.others:
+            rank = next(rank for rank in self._group.ranks if rank.number == end.rank)
+            later = (end.at_ns - cause.at_ns) / 1e6
+            when = f"{later:.1f} ms later" if later >= 0 else f"noticed {-later:.1f} ms before"
+            if kind is How.STOPPED:
+                where = _innermost(rank.stack)
+                lines.append(f"rank {end.rank} was stopped by us, {when}{where}")
+            elif kind is How.ECHO:
+                lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: it lost a peer")
+            elif kind is How.BROKEN:
+                lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: perhaps it lost a peer")
+            else:
+                lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}")
+        return lines
+
+    def error(self, before: Sequence[str]) -> RankExited | RankRaised:
+        """To raise. `before`: the headlines of earlier attempts."""
+        rank, incident = self.rank, self.incident
+        said = rank.said
+        raised = said.raised if said is not None and said.what in ("raised", "boot") else None
+        text = str(replace(incident, stack="") if raised is not None else incident)
+        lines = [text, *(f"    then   {line}" for line in self._followed())]
+        lines += [f"    before {line}" for line in before]
+        tail = self._group.output.tail(rank.number)
+        if tail:
+            lines += [f"    output of rank {rank.number}, its last lines", *(f"      | {line}" for line in tail)]
+        file = self._group.output.files[rank.number]
+        lines += [f"    all of it: {file}"] if file is not None else []
+        message = "\n".join(lines)
+        if raised is not None:
+            message += f"\n\n-- Process {rank.number} terminated with the following error:\n{raised.traceback}"
+            error = RankRaised(message, rank.number, rank.pid, incident)
+            error.__cause__ = rebuild(raised)
+            return error
+        return RankExited(message, rank.number, rank.pid, rank.exit_code, incident.signal, incident)
+
+
+def _users_frames(evidence: Evidence | None) -> str:
+    """A dump without the frames below the user's function: they are ours, and the same each time."""
+    lines: list[str] = []
+    for line in (evidence.stack if evidence is not None else "").splitlines():
+        if "/holdfast/launch/rank_main.py" in line:
+            break
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _innermost(stack: str) -> str:
+    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    return f"; it would not end, and was in {lines[0]}" if lines else ""

@@ -1,0 +1,322 @@
+"""How a rank's process starts, by each start method, and how it is reaped.
+
+The processes are multiprocessing's own, so that `active_children`, `daemon`, `join` and its farewell at exit hold.
+What is ours: a spawned rank has its output and its environment from the first moment on, not from the end of its
+imports; no start method tries to import a `__main__` that has no file; and whoever reaps, from whichever thread, the
+exit status and the peak of its memory are kept.
+"""
+
+import io
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
+from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess, set_spawning_popen
+from multiprocessing.popen_forkserver import _DupFd as ServerDupFd
+from multiprocessing.popen_spawn_posix import _DupFd as SpawnDupFd
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from holdfast.launch.rank_main import Card, live
+from holdfast.launch.shipped_function import ShippedFunction, main_has_a_file
+from holdfast.system import linux
+
+# How often is looked where nothing wakes us.
+LOOK_S = 0.005
+# After SIGKILL a process is gone at once.
+KILLED_S = 5.0
+# Descriptors that multiprocessing opens to fork; or to ask its fork server, which it may have to start.
+FORKING, ASKING = 4, 7
+
+
+class _Reaped(popen_fork.Popen):
+    """A child of ours. `peak_bytes` is known once it is reaped. Nothing is left of one whose start fails half-way."""
+
+    pid: int = 0
+    returncode: int | None
+    peak_bytes = 0
+    status_lost = False
+    _ended = False
+    _lock: threading.Lock
+    pidfd: int | None = None
+    finalizer: Any = None
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._lock = threading.Lock()  # several threads may ask at once
+        self._owner = os.getpid()  # not a fork of it
+        self._fds: list[int] = []
+        self._closing = util.Finalize(self, _close_all, (self._fds,))
+        try:
+            super().__init__(process)
+            self.pidfd = linux.open_pidfd(self.pid)
+            self._keep_pidfd()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _launch(self, process: BaseProcess) -> None:
+        linux.need_descriptors(FORKING)
+        with _interrupts_kept():
+            super()._launch(process)  # type: ignore[misc]
+
+    def _keep_pidfd(self) -> None:
+        if self.pidfd is not None and self.pidfd not in self._fds:
+            self._fds.append(self.pidfd)
+
+    def _undo(self) -> None:
+        """Nobody will know of this process. One that has not got its text yet ends when its pipe is closed."""
+        self._keep_pidfd()
+        try:
+            if self.pid:
+                self.kill()
+                self.wait(KILLED_S)
+        finally:
+            if self.finalizer is not None:
+                self.finalizer()
+            self._closing()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self._wait_for_end(left)
+        return self.returncode
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG:
+            return self.wait()
+        with self._lock:
+            if self.returncode is None:
+                self._reap()
+        return self.returncode
+
+    def _wait_for_end(self, most_s: float | None) -> None:
+        """By its descriptor: a pipe may be held open by its own children."""
+        if self.pidfd is None or self._ended:
+            # A process without descriptor, or one that has ended and whose status the fork server has yet to tell.
+            time.sleep(LOOK_S if most_s is None else min(LOOK_S, most_s))
+            return
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        self._ended = bool(poll.poll(None if most_s is None else most_s * 1000))
+
+    def _reap(self) -> None:
+        try:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            self.returncode, self.status_lost = 255, True  # somebody waited for all children, or ignores SIGCHLD
+            return
+        if pid == self.pid:
+            self.peak_bytes = usage.ru_maxrss * 1024
+            self.returncode = os.waitstatus_to_exitcode(status)
+
+
+def _described(process: BaseProcess, popen: Any) -> memoryview:
+    """The process as multiprocessing's new interpreters read it."""
+    prepared = spawn.get_preparation_data(process.name)
+    if not main_has_a_file():
+        prepared.pop("init_main_from_path", None)  # "<stdin>" cannot be imported
+    file = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(prepared, file)
+        reduction.dump(process, file)
+    finally:
+        set_spawning_popen(None)
+    return file.getbuffer()
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Python prints and forgets what is raised in its hooks at a fork, and a Ctrl-C may be raised there, as anywhere.
+    It is raised after the fork.
+    """
+    lost: list[BaseException] = []
+    owner, before = os.getpid(), sys.unraisablehook
+
+    def keep(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if os.getpid() == owner and error is not None and not isinstance(error, Exception):
+            lost.append(error)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    if lost:
+        raise lost[0]
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def _tell(fd: int, text: memoryview) -> None:
+    """All of it. A process that dies before it has read is noticed as every death is."""
+    try:
+        while text:
+            text = text[os.write(fd, text) :]
+    except BrokenPipeError:
+        pass
+
+
+class _Spawned(_Reaped):
+    """A fresh interpreter."""
+
+    method = "spawn"
+    DupFd = SpawnDupFd
+
+    def __init__(self, process: "Spawned") -> None:
+        self._passed: list[int] = []
+        super().__init__(process)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._passed.append(fd)
+        return fd
+
+    def _launch(self, process: Any) -> None:
+        self.finalizer = self._closing
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        text = _described(process, self)
+        self._fds += os.pipe()
+        self._fds += os.pipe()
+        self.sentinel, childs_end, childs_text, words = self._fds
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=childs_text)
+        # Kept, and told the status: subprocess would reap a child whose object is gone.
+        self._child: Any = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=process.out,
+            stderr=process.err,
+            env=process.environment,
+            pass_fds=[*self._passed, tracker, childs_text, childs_end],
+        )
+        self.pid = self._child.pid
+        for _ in (childs_end, childs_text):
+            os.close(self._fds.pop(1))
+        _tell(words, text)
+
+    def _undo(self) -> None:
+        if "_child" in self.__dict__:
+            self.pid = self._child.pid
+        super()._undo()
+
+    def _reap(self) -> None:
+        super()._reap()
+        self._child.returncode = self.returncode
+
+
+class _Served(_Reaped):
+    """A fork of Python's fork server, which is its parent and reaps it."""
+
+    method = "forkserver"
+    DupFd = ServerDupFd
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._passed: list[int] = []
+        super().__init__(process)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._passed.append(fd)
+        return len(self._passed) - 1
+
+    def _launch(self, process: BaseProcess) -> None:
+        self.finalizer = self._closing
+        text = _described(process, self)
+        linux.need_descriptors(ASKING)  # the server ends when it is asked by halves
+        self._fds += forkserver.connect_to_new_process(self._passed)
+        self.sentinel, words = self._fds
+        _tell(words, text)
+        self.pid = forkserver.read_signed(self.sentinel)
+
+    def _reap(self) -> None:
+        if os.getpid() != self._owner:
+            self.returncode, self.status_lost = 255, True  # the word of its end is for the one who started it
+            return
+        poll = select.poll()
+        poll.register(self.sentinel, select.POLLIN)
+        if poll.poll(0):
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = 255  # the server itself has gone; its children are nobody's
+
+
+class Forked(ForkProcess):
+    """A fork of the trainer."""
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _Reaped(process)
+
+
+class Spawned(SpawnProcess):
+    """`out`, `err` and `environment` are for the trainer's side alone: the process has them when it begins."""
+
+    out: int
+    err: int
+    environment: Mapping[str, str]
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _Spawned(process)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("out", "err", "environment")}
+
+
+class Served(ForkServerProcess):
+    """A fork of Python's fork server."""
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _Served(process)
+
+
+KINDS: dict[str, type[Any]] = {"fork": Forked, "spawn": Spawned, "forkserver": Served}
+
+
+def process(
+    method: str,
+    name: str,
+    daemon: bool,
+    card: Card,
+    parcel: ShippedFunction,
+    out: int,
+    err: int,
+    environment: Mapping[str, str],
+) -> Any:
+    """A rank's process, to be started."""
+    if method == "forkserver":
+        _preload()
+    process = KINDS[method](target=live, args=(card, parcel), name=name, daemon=daemon)
+    if method == "spawn":
+        process.out, process.err, process.environment = out, err, environment
+    return process
+
+
+def start(process: Any, parcel: ShippedFunction) -> None:
+    """Start a rank's process, which has the parcel's descriptor then."""
+    try:
+        process.start()
+    finally:
+        parcel.close()
+
+
+def _preload() -> None:
+    """A fork server that is started from now on has torch, and so pays for its import once."""
+    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if live.__module__ not in modules:
+        forkserver.set_forkserver_preload([*modules, live.__module__])

@@ -1,0 +1,100 @@
+"""Does any code of the user's come by a batch while torch's default_collate makes it? Asked before each batch.
+
+A batch that is collated into its slot is a tensor that is used again, over memory that is written again. That is safe
+as long as nobody can change or keep it before it is sent. Torch's own functions do neither. A function that the user
+has registered may, and so may a class of the user's that torch fills with parts of the batch: `update` of a mapping,
+`__new__` of a named tuple; a tensor subclass, which is told of each function that it is given to; and a mode of
+torch's, which is told of all. Where there is one, the batch is made in memory of its own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data._utils.collate as torch_collate
+from torch.utils._device import DeviceContext
+
+# What torch looks up in its registry at once, and what it goes into.
+_LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
+_CONTAINERS = frozenset((dict, list, tuple, OrderedDict))
+# Samples that go deeper than this are collated in memory of their own.
+_DEPTH = 12
+
+
+def is_torchs(function: object) -> bool:
+    """Written in torch's module: not put in the place of its function, nor around it."""
+    return type(function) is FunctionType and function.__globals__ is vars(torch_collate)
+
+
+def is_plain_torch(tensors: Any) -> bool:
+    """True where no code of the user's is told of a function of torch's that these are given to."""
+    return {torch.Tensor}.issuperset(map(type, tensors)) and not _is_watched()
+
+
+def _is_watched() -> bool:
+    """A mode of the user's is told of all of torch's functions. (Torch's own, of the default device, is harmless.)"""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    modes = range(torch._C._len_torch_function_stack())
+    return any(type(torch._C._get_function_stack_at(mode)) is not DeviceContext for mode in modes)
+
+
+class CollateGuard:
+    """Knows torch's functions, and those of ours that stand in for them. Which process: the worker."""
+
+    def __init__(self, ours: tuple[Callable[..., Any], ...]) -> None:
+        self._ours = ours
+        self._collate = torch_collate.collate if is_torchs(torch_collate.collate) else None
+        self._seen: list[Any] = []  # the registry's functions, as they were judged last
+        self._untouched = False
+
+    def sees_torch_alone(self, samples: Any) -> bool:
+        """True where no code of the user's can come by what default_collate makes of these samples."""
+        if type(samples) not in (list, tuple) or not samples or torch_collate.collate is not self._collate:
+            return False
+        if _is_watched():
+            return False
+        first = samples[0]  # torch goes by the first sample
+        try:
+            functions = list(torch_collate.default_collate_fn_map.values())
+            if functions != self._seen:
+                self._seen = functions
+                self._untouched = all(map(self._may, functions))
+            return (self._untouched and type(first) in _LEAVES) or self._is_plain(first, _DEPTH)
+        except Exception:  # code of the user's: __eq__ of a function, __hash__ of a type, __instancecheck__
+            return False
+
+    def _may(self, function: Any) -> bool:
+        return is_torchs(function) or any(function is own for own in self._ours)
+
+    def _is_plain(self, part: Any, depth: int) -> bool:
+        kind = type(part)
+        if self._untouched and kind in _LEAVES:
+            return True
+        known = self._untouched and kind in _CONTAINERS
+        function = None if known else _function_for(part)
+        if function is not None:
+            return self._may(function)
+        if not depth or not (kind in _CONTAINERS or _is_named_tuple(kind)):
+            return False
+        parts = part.values() if isinstance(part, dict) else part
+        if self._untouched and _LEAVES.issuperset(map(type, parts)):
+            return True
+        return all(self._is_plain(inside, depth - 1) for inside in parts)
+
+
+def _function_for(part: Any) -> Any:
+    """As torch looks for it."""
+    functions = torch_collate.default_collate_fn_map
+    function = functions.get(type(part))
+    if function is not None:
+        return function
+    return next((function for kind, function in functions.items() if isinstance(part, kind)), None)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Made by `namedtuple` or `NamedTuple`, with the constructor that these write."""
+    return kind.__bases__ == (tuple,) and getattr(kind.__new__, "__module__", "") == f"namedtuple_{kind.__name__}"

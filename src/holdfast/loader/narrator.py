@@ -1,0 +1,217 @@
+"""What the user of a loader is told: failures become bad samples and exceptions. Deaths: see diagnose/narrator.py."""
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from holdfast.core.host import Silence
+from holdfast.core.messages import Exited, Lost, Note, Stage, Stop
+from holdfast.diagnose.finding import TRAINER, Again, Case
+from holdfast.diagnose.narrator import Narrator
+from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.errors import TooManyBad, WorkerLost
+from holdfast.loader.cuda_slots import Refusal
+from holdfast.loader.fetch import BatchFailure, Trouble
+from holdfast.policy import Policy
+from holdfast.remote_exception import Raised, to_raise
+from holdfast.system.cgroups import usable_cpus
+from holdfast.system.evidence import Evidence
+
+_DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
+
+
+# What the ledger says of a sample that ended too many lives, and is left out or replaced.
+GIVEN_UP = ("left the sample out", "replaced the sample")
+
+
+class LoaderNarrator(Narrator):
+    """One iterator's voice. `sample_of(task, position, spare=0)`: its index, and how to load it; `pid_of(worker)`."""
+
+    def __init__(
+        self,
+        record: Record,
+        policy: Policy,
+        growth_bytes: int | None,
+        start_method: str,
+        sample_of: Callable[..., tuple[object, Again | None]],
+        pid_of: Callable[[int], int | None],
+        parts: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """`parts`: what is large in the dataset, in words."""
+        super().__init__(record, policy, growth_bytes, start_method)
+        self._sample_of = sample_of
+        self._pid_of = pid_of
+        self._parts = parts
+        self._told_refusal = False
+        self.first_task = 0  # of this epoch: batches are numbered from it
+
+    def name(self, task: int, position: int) -> dict[str, Any]:
+        if task < self.first_task:
+            return {}
+        index, again = self._sample_of(task, position)
+        return {"task": task - self.first_task, "index": index, "again": again}
+
+    # Deaths --------------------------------------------------------------------------------------------------------
+
+    def incident(self, note: Note | Silence) -> None:
+        if isinstance(note, Silence) and note.what == "copied" and isinstance(note.evidence, Evidence):
+            note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
+        super().incident(note)
+        if isinstance(note, Note) and note.did.startswith(GIVEN_UP) and not note.spare:
+            case = self.death(note)
+            self.record.add_bad(BadSample(case.index, case.task or 0, incident_of(case).headline, note.strike))
+
+    def death(self, note: Note) -> Case:
+        case, on = super().death(note), note.event.on
+        if not note.spare or on is None or case.task is None:
+            return case
+        index, again = self._sample_of(on.task, on.position, note.spare)
+        return replace(case, index=index, again=again)
+
+    def lost(self, lost: Lost) -> WorkerLost:
+        """A sample or batch ended too many lives: the error to raise for it."""
+        note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
+        case = self.death(note)
+        incident = incident_of(case)
+        if (
+            lost.position >= 0 and self.policy.bad_sample != "replace"
+        ):  # (then it was told of, before others were tried)
+            batch = lost.task - self.first_task
+            self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
+        return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
+
+    def not_registered(self, refusal: Refusal) -> None:
+        """The device cannot read slots in place: said once."""
+        if self._told_refusal:
+            return
+        self._told_refusal = True
+        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limits = f"RLIMIT_MEMLOCK {_limit(soft)}, at most {_limit(hard)}"
+        facts = (f"cuMemHostRegister of {refusal.bytes / 1e6:.1f} MB gave {refusal.why}", limits)
+        raised = Raised("CudaError", refusal.why, "", None, None, facts=facts)
+        did = "copied batches into memory that torch pins; nothing is lost but speed"
+        self.tell(replace(self.blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
+
+    def no_snapshots(self, raised: Raised, worker: int) -> None:
+        """A stream's state cannot be taken: said once."""
+        if not self.record.counts["incident:stream-without-state"]:
+            did = "took no snapshots: if a worker dies, the next one replays its stream"
+            self.tell(replace(self.blank, what="stateless", worker=worker, raised=raised, did=did, at=time.time()))
+
+    # Exceptions ----------------------------------------------------------------------------------------------------
+
+    def _raised(self, raised: Raised, worker: int, batch: int, index: object, position: int, **facts: Any) -> Case:
+        pid = self._pid_of(worker) or 0
+        _, again = self._sample_of(batch + self.first_task, position)
+        facts |= {"worker": worker, "pid": pid, "task": batch, "index": index, "raised": raised, "again": again}
+        facts |= {"at": time.time()}
+        return replace(self.blank, **facts)
+
+    def troubles(self, troubles: Iterable[Trouble], batch: int, worker: int) -> None:
+        """What went wrong on the way to a batch."""
+        for trouble in troubles:
+            self.trouble(trouble, batch, worker)
+
+    def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
+        """A sample raised, and the policy dealt with it."""
+        self.record.counts["retries"] += trouble.attempts - 1
+        if trouble.fate != "retried":
+            error = f"{trouble.raised.type_name}: {trouble.raised.text}"
+            self.record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
+        self.tell(
+            self._raised(
+                trouble.raised,
+                worker,
+                batch,
+                trouble.index,
+                trouble.position,
+                what="retried" if trouble.fate == "retried" else "raised",
+                stage=Stage.FETCH,
+                attempt=trouble.attempts,
+                did=_DID[trouble.fate],
+            )
+        )
+
+    def failure(self, failure: BatchFailure, batch: int, worker: int) -> BaseException:
+        """User code raised, and the policy is to say so: the exception to raise."""
+        self.troubles(failure.troubles, batch, worker)
+        case = self._raised(
+            failure.raised,
+            worker,
+            batch,
+            failure.index,
+            failure.position,
+            what="raised",
+            stage=failure.stage,
+            attempt=failure.attempts,
+            did="raised it from next(); the next call goes on with the next batch",
+        )
+        self.record.add(incident_of(case))
+        self.record.counts["retries"] += failure.attempts - 1
+        if failure.position >= 0:
+            text = f"{failure.raised.type_name}: {failure.raised.text}"
+            self.record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
+        told = f"in worker {worker} (pid {case.pid}) {where(case)}"
+        return to_raise(failure.raised, told, failure.index, worker)
+
+    # The end of it -------------------------------------------------------------------------------------------------
+
+    def boot_failure(self, raised: Raised, worker: int) -> BaseException:
+        """A worker could not start: the exception to raise."""
+        self.could_not_start(raised, worker)
+        return to_raise(raised, f"in worker {worker} while it started", None, worker)
+
+    def stop(self, stop: Stop) -> BaseException:
+        """Going on would not help: the exception to raise."""
+        event = stop.event
+        if isinstance(event, Exited):
+            case = self.death(Note(event, "gave up", 0, 0))
+            incident = incident_of(case)
+            text = f"{self.gave_up(event)}\n{incident}"
+            return WorkerLost(text, case.index, case.worker, incident.stage, incident.stack or None)
+        return self.too_many(stop.bad, stop.seen)
+
+    def too_many(self, bad: int, seen: int) -> TooManyBad:
+        """The circuit breaker: what do they share?"""
+        shared = Counter(b.error for b in self.record.bad_samples).most_common(3)
+        lines = [f"{bad} of {seen} samples are bad, more than max_bad={self.policy.max_bad:g} allows"]
+        lines += [f"    seen   {count} x {error}" for error, count in shared]
+        others = len({b.error for b in self.record.bad_samples}) - len(shared)
+        lines += [f"    seen   and {others} other errors"] if others > 0 else []
+        lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
+        return TooManyBad("\n".join(lines), bad, seen)
+
+
+def _limit(size: int) -> str:
+    return "unlimited" if size == resource.RLIM_INFINITY else f"{size >> 10} KiB"
+
+
+# Totals: what a loader has done so far, over all its epochs. `loader.stats()`, and what `holdfast top` shows.
+
+
+def totals(record: Record, workers: int, dataset: Any) -> dict[str, Any]:
+    """It does not need the loader, which may be gone: `for batch in DataLoader(...)`."""
+    names = ("batches", "samples", "retries", "restarts", "bad_samples")
+    found = {name: record.counts[name] for name in names} | {
+        "waited_s": round(record.waited_s, 3),
+        "ran_s": round(record.ran_s, 3),
+        "workers": workers,
+        "cpus": usable_cpus(),
+        "per_worker": record.workers.figures(),
+        "caches": _caches(dataset),
+    }
+    if record.device_ran_s:
+        found["device_waited_s"] = round(record.device_waited_s, 3)
+        found["device_ran_s"] = round(record.device_ran_s, 3)
+        found["device_waited_share"] = round(record.device_waited_s / record.device_ran_s, 4)
+    return found
+
+
+def _caches(dataset: Any) -> dict[str, dict[str, float]]:
+    """The figures of a dataset, and of what it holds, that keeps any: holdfast.CachedDataset, holdfast.FileCache."""
+    held = getattr(dataset, "__dict__", {})
+    found = {type(dataset).__name__: dataset} | {f"{type(part).__name__} {name}": part for name, part in held.items()}
+    return {name: part.figures() for name, part in found.items() if callable(getattr(type(part), "figures", None))}

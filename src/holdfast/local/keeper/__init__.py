@@ -1,0 +1,1 @@
+"""What runs in the keeper: it forks, watches, limits and reaps the workers."""

@@ -1,0 +1,1 @@
+"""What trainer, keeper and workers say to each other."""

@@ -1,0 +1,329 @@
+"""A worker's whole life: boot, ready, loop, farewell.
+
+It reads tasks from a pipe, does them one after another in its main thread, and announces each when its batch is
+complete in shared memory; from then on the batch does not need it any more. It knows nothing of other workers and
+shares no lock with anybody. What a task *is*, the `Job` knows.
+"""
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from holdfast import remote_exception
+from holdfast.core.messages import Leave, Stage
+from holdfast.local.protocol.pulse import (
+    ASKED,
+    BASE,
+    BUSY_NS,
+    BYTES,
+    DUMPABLE,
+    FLOOR,
+    JOURNALLED,
+    LAST_SIGNAL,
+    LEAVING,
+    SIGNALS,
+    SINCE,
+    STAGE,
+    TASK,
+    TASKS,
+    WANTED,
+    Pulse,
+)
+from holdfast.local.protocol.wire import ELSEWHERE, MAGIC, RECORD, Kind
+from holdfast.local.protocol.wire import TASK as TASK_RECORD
+from holdfast.local.worker.thresholds import Thresholds
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import Packer
+from holdfast.shm.slot_claims import NO_SLOT, SlotClaims
+from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
+from holdfast.shm.slots import slot_view, strides_for
+from holdfast.system import linux
+from holdfast.system.signals import CRASH_SIGNALS, note_gil
+
+# Looked up once: in Python 3.11 each time takes 100 ns.
+_IDLE = Stage.IDLE
+
+
+class Reply(NamedTuple):
+    """What became of one task.
+
+    `file`: the descriptor of a batch that did not fit its slot. `mark`: a number that the job wants to have kept for
+    this worker, to be given to its next life (the place in a stream).
+    """
+
+    kind: Kind
+    where: int = 0
+    buffers: int = 0
+    spec_bytes: int = 0
+    bad: int = 0
+    file: int = -1
+    mark: int = 0
+
+
+class Spent(Exception):
+    """This life was refused something that a fresh one may get: the task is to be done by the next."""
+
+    def __init__(self, why: Leave, facts: tuple[str, ...]) -> None:
+        super().__init__(why, facts)
+        self.why = why
+        self.facts = facts
+
+
+class Job(Protocol):
+    """What workers do. Made in the trainer; forked with the keeper, or pickled to it."""
+
+    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+        """In the new worker, once; what it raises ends the run."""
+
+    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
+        """One task: its payload in, its batch into a slot. Raises `Spent`, and nothing that user code raised.
+
+        `saved` is what the last life had done of it: `count` samples.
+        """
+
+    def pack_error(self, error: remote_exception.Raised, space: SlotSpace) -> Reply:
+        """An exception into the slot."""
+
+
+class Wiring(NamedTuple):
+    """All that connects a worker; descriptors are its own."""
+
+    worker: int
+    life: int
+    slots: int
+    boxes: int
+    stride: int
+    tasks: int
+    results: int
+    files: socket.socket
+    memory: int
+    crash: int
+    growth_bytes: int | None
+    one_by_one: bool
+    enough: int | None
+
+
+class WorkerLoop:
+    """One life."""
+
+    def __init__(self, wiring: Wiring, job: Job, pulse: Pulse) -> None:
+        self._wiring = wiring
+        self._job = job
+        self._pulse = pulse
+        self._memory: Memory
+        self._kept_waiting_ns = 0  # by the trainer, with something to say
+        self._hung_up = select.poll()
+        self._hung_up.register(wiring.tasks, 0)
+
+    def run(self) -> None:
+        """Boot, then work until the trainer closes the pipe."""
+        linux.never_preempt_when_woken()
+        linux.raise_descriptor_limit()
+        wiring = self._wiring
+        self._memory = Memory(wiring.memory, strides_for(wiring.slots, wiring.boxes) * wiring.stride)
+        os.close(wiring.memory)
+        if self._boot():
+            try:
+                self._loop()
+            except Spent as spent:
+                self._pulse.words[LEAVING] = spent.why
+                # Where a crash would leave its stack. The pulse stays on the sample that it was refused for.
+                os.write(self._wiring.crash, "\n".join(spent.facts).encode(errors="replace"))
+
+    def take_signals(self) -> None:
+        """First of all: from here on a signal is noted, and a crash leaves its stack."""
+        words = self._pulse.words
+
+        def note(number: int, frame: object) -> None:
+            words[LAST_SIGNAL] = number
+            words[SIGNALS] += 1
+
+        for number in linux.NOTED_SIGNALS:
+            signal.signal(number, note)
+        self._pulse.sender.install(linux.NOTED_SIGNALS)
+        _mind_forks()
+        crash = self._wiring.crash
+        faulthandler.enable(file=crash, all_threads=True)
+        faulthandler.register(linux.DUMP_SIGNAL, file=crash, all_threads=True)
+        self._pulse.sender.install(CRASH_SIGNALS)
+        note_gil(self._pulse.gil_address, linux.DUMP_SIGNAL)
+        words[DUMPABLE] = 1
+
+    def _boot(self) -> bool:
+        wiring = self._wiring
+        try:
+            self._job.boot(wiring.worker, wiring.life, self._pulse)
+        except BaseException as error:  # user code: unpickling, worker_init_fn
+            captured = remote_exception.capture(error)
+            self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
+            last = wiring.slots + wiring.boxes
+            view, address = slot_view(self._memory, wiring.stride, last)
+            space = SlotSpace(view[: -wiring.slots], address)  # behind it are the states of the slots
+            reply = self._job.pack_error(captured, space)
+            self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
+            return False
+        if wiring.growth_bytes is not None:
+            linux.limit_growth(wiring.growth_bytes)
+        self._pulse.words[BASE] = max(1, linux.memory_of()[1])
+        self._pulse.enter(Stage.IDLE)
+        self._announce(-1, NO_SLOT, Reply(Kind.BOOTED))
+        return True
+
+    def _loop(self) -> None:
+        enter, words, run = self._pulse.enter, self._pulse.words, self._job.run
+        view, stride = self._memory.view, self._wiring.stride
+        claims = SlotClaims(self._memory, stride, self._wiring.slots, self._wiring.enough, self._may_wait)
+        os.register_at_fork(after_in_child=partial(self._close_in_child, claims))
+        clock = time.monotonic_ns
+        # One, where others may be taken back.
+        most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
+        while data := os.read(self._wiring.tasks, most):
+            for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
+                if task < words[FLOOR]:
+                    self._announce(task, NO_SLOT, Reply(Kind.ABANDONED))
+                    continue
+                words[TASK], words[JOURNALLED] = task, 0
+                began = clock() - claims.waited_ns - self._kept_waiting_ns
+                letter = box * stride
+                end = letter + abs(size)
+                payload = view[letter:end] if size >= 0 else _elsewhere(view[letter:end])
+                reply = run(payload, view[end : end + saved], count, claims)
+                sent = reply.where + reply.spec_bytes
+                words[TASKS] += 1
+                words[BYTES] += sent
+                self._announce(task, claims.hand_over(sent), reply)
+                enter(_IDLE)
+                words[BUSY_NS] += words[SINCE] - claims.waited_ns - self._kept_waiting_ns - began
+                if words[ASKED] and self._must_go():
+                    return
+        words[LEAVING] = words[ASKED]
+
+    def _close_in_child(self, claims: SlotClaims) -> None:
+        """A process that user code forks has no part in this: it gets no task, and nobody hears it."""
+        claims.close_in_child()
+        wiring = self._wiring
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in (wiring.tasks, wiring.results, wiring.files.fileno()):
+            os.dup2(nowhere, fd, inheritable=False)
+        os.close(nowhere)
+
+    def _may_wait(self) -> bool:
+        """For a slot: not when the trainer waits for this very task, has left its epoch or will send no other.
+
+        What was loaded is not to blame for the wait; what was not begun stays so.
+        """
+        words = self._pulse.words
+        if words[STAGE] != _IDLE:
+            words[STAGE] = Stage.SEND
+            words[SINCE] = time.monotonic_ns()
+        return max(words[WANTED], words[FLOOR] - 1) < words[TASK] and not self._hung_up.poll(0)
+
+    def _must_go(self) -> bool:
+        """It was asked to leave. What it was over in the middle of a sample, it may have given back since."""
+        words = self._pulse.words
+        grown = linux.memory_of()[1] - words[BASE]
+        still = Thresholds(self._wiring.growth_bytes).judge(os.getpid(), grown, linux.descriptors())
+        words[LEAVING] = words[ASKED] if words[ASKED] == Leave.ASKED else still.leave or 0
+        words[ASKED] = words[LEAVING]
+        return bool(words[LEAVING])
+
+    def _announce(self, task: int, slot: int, reply: Reply) -> None:
+        wiring = self._wiring
+        kind, where, buffers, spec_bytes, bad, file, mark = reply
+        head = (MAGIC | kind, wiring.worker, wiring.life, task, slot)
+        record = RECORD.pack(*head, where, buffers, spec_bytes, bad, mark)
+        if file >= 0:
+            self._say(wiring.files.fileno(), lambda: socket.send_fds(wiring.files, [record], [file]))
+            os.close(file)
+        try:
+            os.write(wiring.results, record)
+        except BlockingIOError:
+            self._say(wiring.results, lambda: os.write(wiring.results, record))
+
+    def _say(self, fd: int, say: Callable[[], int]) -> None:
+        """As soon as there is room: a trainer that is stopped takes nothing, and that is not this worker's hang."""
+        words = self._pulse.words
+        stage, began = words[STAGE], time.monotonic_ns()
+        room = select.poll()
+        room.register(fd, select.POLLOUT)
+        while True:
+            try:
+                say()
+                break
+            except BlockingIOError:
+                self._pulse.enter(Stage.ANNOUNCE)
+                room.poll()
+        if words[STAGE] == Stage.ANNOUNCE:
+            self._pulse.enter(stage)
+            self._kept_waiting_ns += time.monotonic_ns() - began
+
+
+def _elsewhere(letter: memoryview) -> memoryview:
+    """What did not fit the letter box."""
+    pid, fd, inode = ELSEWHERE.unpack(letter)
+    with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+        if os.fstat(file.fileno()).st_ino != inode:
+            raise OSError("the trainer has closed this file meanwhile: the task is not wanted any more")
+        return memoryview(file.read())
+
+
+class Failing(Protocol):
+    """How a task failed."""
+
+    def brief(self) -> object:
+        """What always finds room in a slot, and always pickles."""
+
+
+def error_reply(packer: Packer, failure: Failing, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
+    """A task ends in this: in the slot, or in a file of its own if that is too small."""
+    try:
+        return Reply(Kind.ERROR, *packer.pack(failure, space), bad, mark=mark)
+    except Full:
+        reply = _error_in_file(packer, failure)
+    except BaseException:  # user code: an index that pickles no more
+        reply = None
+    if reply is None:
+        space.clear()
+        reply = Reply(Kind.ERROR, *packer.pack(failure.brief(), space))
+    return reply._replace(bad=bad, mark=mark)
+
+
+def _error_in_file(packer: Packer, failure: Failing) -> Reply | None:
+    """None where the system refuses the file."""
+    fd = -1
+    try:
+        fd = new_file("error", 0)
+        return Reply(Kind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), file=fd)
+    except OSError:
+        if fd >= 0:
+            os.close(fd)
+        return None
+
+
+def _mind_forks() -> None:
+    """A process that user code forks can be terminated as always, from its first moment on.
+
+    It inherits our handlers; a signal that came before it has its own would be noted, and lost. So such signals wait
+    over the fork.
+    """
+    masks: list[set[signal.Signals | int]] = []
+
+    def before() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS))
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def in_child() -> None:
+        for number in linux.NOTED_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

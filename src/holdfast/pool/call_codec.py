@@ -1,0 +1,242 @@
+"""What a worker is told of a call: a head of a few numbers, and function and arguments, pickled.
+
+Small ones travel in a letter box of the worker. Large ones (an array among the arguments) get a memory file of their
+own: written once by the trainer, mapped privately by the worker, which sees it without copying it; what a task keeps or
+changes of it is its own. The worker opens the file by its path in /proc, so no descriptor has to be sent.
+
+**What is defined in `__main__`** is pickled by its name where a worker knows it by that name, as pickle does it: then
+globals that an initializer has set are the ones that the task sees. Where a worker does not know it (defined after the
+pool was started, in a notebook, on stdin, a lambda, a closure), it travels by value, with cloudpickle.
+"""
+
+import os
+import pickle
+import struct
+import sys
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+
+from holdfast.local.trainer import keeper_birth
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import Packer, unpack
+from holdfast.shm.slot_writer import ALIGN, FileSpace
+
+_HEAD = struct.Struct("<13q")
+# Beyond this, a file: no letter box is too small for less, and below it mapping a file costs more than copying.
+INLINE = 256 << 10
+_SIMPLE = frozenset((int, float, complex, str, bytes, bool, type(None)))
+# Containers up to this length are looked into for the short way.
+_SHORT = 8
+
+
+class Head(NamedTuple):
+    """The numbers in front. `size`, `fd`, `inode`, `pid`: of the file of a large one, and of the trainer."""
+
+    attempt: int  # from 0 on
+    attempts: int
+    allowed_ns: int
+    memory: int
+    items: int  # of a chunk; 0 for a single call
+    by_value: int
+    size: int
+    fd: int
+    inode: int
+    pid: int
+    where: int
+    buffers: int
+    spec_bytes: int
+
+
+class Letter:
+    """A packed call. Which process: the trainer. `close` when no worker will read it any more."""
+
+    def __init__(self, head: Head, content: bytes) -> None:
+        self._numbers = head[1:]
+        self._fd = head.fd
+        self._content = content
+
+    def payload(self, attempt: int) -> bytes:
+        """For this attempt at it."""
+        return _HEAD.pack(attempt, *self._numbers) + self._content
+
+    @property
+    def large(self) -> bool:
+        """It has a file of its own."""
+        return self._fd >= 0
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def head_of(payload: memoryview) -> Head:
+    """Which process: the worker."""
+    return Head._make(_HEAD.unpack_from(payload))
+
+
+def open_letter(head: Head, payload: memoryview) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Function, arguments, keyword arguments: new ones each time. Which process: the worker."""
+    spec = (head.where, head.buffers, head.spec_bytes)
+    if head.fd < 0:
+        call = unpack(payload[_HEAD.size :], *spec, lambda: None)
+    else:
+        fd = os.open(f"/proc/{head.pid}/fd/{head.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_ino != head.inode:
+                raise OSError("the trainer has closed this file meanwhile: the call was cancelled")
+            memory = Memory(fd, head.size, private=True)
+        finally:
+            os.close(fd)
+        call = unpack(memory.view, *spec, memory.export)
+    fn, args, kwargs = call
+    return fn, args, kwargs
+
+
+class Envelope(FileSpace):
+    """Begins in memory, and moves to a file when it becomes large."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.content = bytearray()
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def put(self, raw: memoryview) -> int:
+        start = -(-self.size // ALIGN) * ALIGN
+        if self._fd < 0 and start + raw.nbytes <= INLINE:
+            self.content += bytes(start - self.size)
+            self.content += raw
+            self.size = start + raw.nbytes
+            return start
+        if self._fd < 0:
+            self._fd = new_file("task", 0)
+            os.pwrite(self._fd, self.content, 0)
+            self.content.clear()
+        return super().put(raw)
+
+    def begin_again(self) -> None:
+        """What was put is not wanted."""
+        self.size = 0
+        self.content.clear()
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MainModule:
+    """What workers know of `__main__`: `all`, when they import it again; what it was at the fork; or nothing."""
+
+    def __init__(self, fork: bool) -> None:
+        """Which process: the trainer, just before the keeper is made."""
+        self.all = False
+        self._known: dict[str, object] = {}
+        main = sys.modules["__main__"]
+        if fork:
+            named = {n: o for n, o in vars(main).items() if isinstance(o, FunctionType | type)}
+            self._known.update({n: o for n, o in named.items() if o.__module__ == "__main__"})
+        else:
+            self.all = keeper_birth.main_is_importable()
+
+    def knows(self, thing: Any) -> bool:
+        """True when a worker finds the same thing under its name."""
+        first, *rest = thing.__qualname__.split(".")
+        found = self._known.get(first)
+        for name in rest:
+            found = getattr(found, name, None)
+        return found is thing
+
+    def forget(self) -> None:
+        """A worker did not find something after all: from now on everything goes by value."""
+        self.all = False
+        self._known.clear()
+
+
+class LetterWriter(Packer):
+    """Packs calls. Which process: the trainer, in the dispatcher's thread."""
+
+    def __init__(self, main: MainModule) -> None:
+        super().__init__()
+        self.main = main
+        self._by_value = type("ByValue", (_MainPickler,), {"main": main})
+
+    def write(
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: tuple[int, int, int, int]
+    ) -> Letter:
+        """`limits`: attempts, allowed nanoseconds, bytes of memory, items. Raises whatever pickling raises."""
+        self._short_way = self._is_short(fn, args, kwargs)
+        if self._short_way and fn.__closure__ is None and all(type(arg) in _SIMPLE for arg in args):
+            content = _briefly(fn, args)
+            if content is not None:
+                return Letter(Head(0, *limits, not self.main.all, 0, -1, 0, 0, 0, 0, len(content)), content)
+        envelope = self._envelope = Envelope()
+        try:
+            spec = self.pack((fn, args, kwargs), envelope)
+        except BaseException:
+            envelope.abort()
+            raise
+        inode = os.fstat(envelope.fd).st_ino if envelope.fd >= 0 else 0
+        file = (envelope.size, envelope.fd, inode, os.getpid())
+        return Letter(Head(0, *limits, not self.main.all, *file, *spec), bytes(envelope.content))
+
+    def _is_short(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A known function, called with what cannot hold anything of `__main__`: no need to look twice."""
+        if kwargs or type(fn) is not FunctionType or not all(map(_is_simple, args)):
+            return False
+        return fn.__module__ != "__main__" or self.main.knows(fn)
+
+    def _pickle(self, batch: object) -> bytes:
+        try:
+            spec = self._dump(pickle.Pickler, self._plain, batch)
+            if self._short_way or self.main.all or b"__main__" not in spec:
+                return spec
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pass  # a lambda, a closure: by value
+        self._envelope.begin_again()
+        return self._dump(self._by_value, self._cloud, batch)
+
+
+def _briefly(fn: Any, args: tuple[Any, ...]) -> bytes | None:
+    """Plain numbers and strings for a function with a name: in a tenth of the time. None where that does not do."""
+    try:
+        content = pickle.dumps((fn, args, {}), 5)
+    except (pickle.PicklingError, AttributeError):
+        return None  # a lambda
+    return content if len(content) <= INLINE else None
+
+
+class _MainPickler(cloudpickle.Pickler):
+    """cloudpickle, but for what workers know by its name. `main` is set by who makes the class of one pool."""
+
+    main: MainModule
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__" and self.main.knows(obj):
+            return NotImplemented
+        return super().reducer_override(obj)
+
+
+def is_brief(value: Any) -> bool:
+    """Plain numbers and strings, or a few of them: pickled at once, without looking for large bytes inside."""
+    kind = type(value)
+    return kind in _SIMPLE or (
+        kind in (tuple, list) and len(value) <= _SHORT and all(type(part) in _SIMPLE for part in value)
+    )
+
+
+def _is_simple(value: Any, depth: int = 2) -> bool:
+    kind = type(value)
+    if kind in _SIMPLE:
+        return True
+    if kind is np.ndarray:
+        return bool(value.dtype.kind != "O")
+    if kind in (tuple, list) and depth and len(value) <= _SHORT:
+        return all(_is_simple(part, depth - 1) for part in value)
+    return False

@@ -1,0 +1,269 @@
+"""SharedFile: memory that many processes see, parts of which one of them at a time may claim.
+
+A memory file (see memory.py) that forked children inherit and that a pickled *address* leads to. Whoever wants to write
+a part claims it first; nobody waits: a claim is granted at once or refused. It is a record lock of the kernel on one
+byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel releases it when
+the process is gone, however it went; two copies in one process exclude each other; and closing some other descriptor
+of the file does not drop it, as it would with the older kind. The price: a forked child holds the same open file.
+So the first thing that a child does here is to open the file again, under the same descriptor number.
+
+A *seat* is claimed by each process for its life: a line of counters that it alone writes, so that sums over all
+processes are right without atomic operations. A dead process's counts stay, and the next on its seat adds to them.
+
+Memory order. A number here is an aligned 8-byte word, written and read as one. On x86 stores are seen in their order
+and loads happen in theirs; that is all that plain Python stores need, but for copies so large that libc writes them
+past the cache. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always
+call it, readers where loads may change places (arm64). On a machine that is neither x86 nor lets us call it, a
+`SharedFile` cannot be made. (Only x86 has been tried.)
+"""
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import platform
+import secrets
+import struct
+import threading
+import weakref
+from typing import NamedTuple
+
+from holdfast.shm.memory import Memory, new_file
+
+# Processes that are counted apart. One more than these counts for itself only.
+SEATS = 256
+# Two cache lines each, so that neighbours do not slow each other down.
+SEAT_WORDS = 16
+_SEAT_BYTES = 8 * SEAT_WORDS
+# The last word is no count, but what there is now; it ends with its process.
+_NOW = SEAT_WORDS - 1
+# The token, in a page of its own, then the seats.
+_TOKEN_BYTES = 16
+_SEATS_AT = 4096
+BODY = _SEATS_AT + SEATS * _SEAT_BYTES
+# The first byte number that is not a seat's: for others to claim.
+FIRST_CLAIM = SEATS
+# struct flock of 64-bit Linux: type, whence, start, length, pid (0 is asked for).
+_FLOCK = struct.Struct("hhqqi4x")
+_NAME = "/memfd:holdfast-"
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
+# A full barrier of the caller, and of processes that have registered for it: none. (Linux 4.16)
+_GLOBAL_EXPEDITED = 2
+# What an address says when its process, or its descriptor there, is not (or no longer) on this machine.
+_ELSEWHERE = (errno.ENOENT, errno.ESRCH, errno.ENOTDIR, errno.ENXIO, errno.EINVAL)
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+LOADS_IN_ORDER = platform.machine() == "x86_64"
+_CALL = _MEMBARRIER.get(platform.machine(), -1)
+
+
+def barrier() -> None:
+    """What this thread wrote before is seen before what it writes after; and the same for what it reads."""
+    _LIBC.syscall(_CALL, _GLOBAL_EXPEDITED, 0, 0)
+
+
+def _check_order() -> None:
+    if not LOADS_IN_ORDER and _LIBC.syscall(_CALL, _GLOBAL_EXPEDITED, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"memory cannot be shared safely here: membarrier is refused ({os.strerror(number)})")
+
+
+class Address(NamedTuple):
+    """Where another process finds the file: a descriptor of a living process. The token proves that it is the one."""
+
+    pid: int
+    fd: int
+    size: int
+    token: bytes
+    machine: str
+
+
+class _Place:
+    """What one process has of its own. `alone` is for its threads: they share the process's claims."""
+
+    __slots__ = ("alone", "counters", "pid", "seat", "words")
+
+    def __init__(self, pid: int, seat: int, words: memoryview) -> None:
+        self.pid = pid
+        self.seat = seat
+        self.words = words
+        words[_NOW] = 0
+        self.alone = threading.Lock()
+        # Two threads may count at once. `next` is one step; a word that is late by one is put right by the next count.
+        self.counters = [itertools.count(word + 1) for word in words]
+
+
+class SharedFile:
+    """One file in common. It is closed when this object goes; the file is gone when the last process is."""
+
+    def __init__(self, name: str, size: int) -> None:
+        """New, `size` bytes behind the seats. Which process: the trainer."""
+        _check_order()
+        fd = new_file(name, BODY + size)
+        try:
+            memory = Memory(fd, BODY + size)
+        except BaseException:
+            os.close(fd)
+            raise
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        memory.view[:_TOKEN_BYTES] = token
+        self._hold(fd, memory, token)
+
+    @classmethod
+    def find(cls, address: Address) -> "SharedFile | None":
+        """The one at this address; None when it is not there: another machine, or its process is gone."""
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        try:
+            if not os.readlink(path).startswith(_NAME):
+                return None
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _ELSEWHERE or address.machine != _machine():
+                return None
+            raise OSError(
+                error.errno,
+                f"cannot open the memory that process {address.pid} shares: {error.strerror}; "
+                "it must belong to the same user, and /proc must show it",
+                path,
+            ) from None
+        try:
+            memory = Memory(fd, address.size) if os.fstat(fd).st_size == address.size else None
+        except BaseException:
+            os.close(fd)
+            raise
+        if memory is None or memory.view[:_TOKEN_BYTES] != address.token:
+            os.close(fd)
+            return None
+        found = cls.__new__(cls)
+        found._hold(fd, memory, address.token)
+        return found
+
+    def _hold(self, fd: int, memory: Memory, token: bytes) -> None:
+        self._fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._memory = memory
+        self._token = token
+        self._seats = memory.view[_SEATS_AT:BODY].cast("q")
+        self.body = memory.view[BODY:]
+        self._settling: dict[int, threading.RLock] = {}  # by process: one that is forked must not find it held
+        self._can_claim = True
+        self._place = self._sit(os.getpid())
+        weakref.finalize(self, _close, fd, self._inode).atexit = False
+
+    @property
+    def address(self) -> Address:
+        """Holds as long as this process, and this object in it, live."""
+        self._mine()
+        return Address(os.getpid(), self._fd, self._memory.size, self._token, _machine())
+
+    # A process of its own -------------------------------------------------------------------------------------------
+
+    def _mine(self) -> _Place:
+        place = self._place
+        return place if place.pid == os.getpid() else self._settle()
+
+    def _settle(self) -> _Place:
+        """In a forked child, at first use."""
+        pid = os.getpid()
+        with self._settling.setdefault(pid, threading.RLock()):
+            if self._place.pid != pid:
+                self._can_claim = self._open_again()
+                self._place = self._sit(pid)
+        return self._place
+
+    def _open_again(self) -> bool:
+        """The parent's open file holds the parent's claims. False where the descriptor is not ours any more."""
+        try:
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False  # somebody closed all descriptors after the fork: what is mapped can still be read
+        if os.fstat(fd).st_ino == self._inode:
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
+            return True
+        os.close(fd)
+        return False
+
+    def _sit(self, pid: int) -> _Place:
+        for seat in range(SEATS):
+            if self._try(seat):
+                return _Place(pid, seat, self._seats[seat * SEAT_WORDS : (seat + 1) * SEAT_WORDS])
+        return _Place(pid, -1, memoryview(bytearray(_SEAT_BYTES)).cast("q"))
+
+    # Claims ---------------------------------------------------------------------------------------------------------
+
+    def _try(self, number: int) -> bool:
+        if not self._can_claim:
+            return False
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def claim(self, number: int) -> bool:
+        """True: this process alone has it, until `release` or its death. Between threads `alone` decides."""
+        self._mine()
+        return self._try(number)
+
+    def release(self, number: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+
+    @property
+    def alone(self) -> threading.Lock:
+        """For the threads of this process; to be tried, not waited for."""
+        return self._mine().alone
+
+    @property
+    def seat(self) -> int:
+        """This process's; -1 where all were taken."""
+        return self._mine().seat
+
+    # Counts ---------------------------------------------------------------------------------------------------------
+
+    def count(self, field: int) -> None:
+        """One more of it, in this process."""
+        place = self._mine()
+        place.words[field] = next(place.counters[field])
+
+    def note(self, value: int) -> None:
+        """How much there is now of what the owner of this file likes to know, in this process."""
+        self._mine().words[_NOW] = value
+
+    def total(self, field: int) -> int:
+        """What all processes counted, living and dead."""
+        place = self._mine()
+        apart = 0 if place.seat >= 0 else place.words[field]
+        return int(sum(self._seats[field::SEAT_WORDS].tolist()) + apart)
+
+    def now(self) -> int:
+        """What all living processes noted."""
+        place = self._mine()
+        found = int(place.words[_NOW])
+        for seat, value in enumerate(self._seats[_NOW::SEAT_WORDS].tolist()):
+            if value and seat != place.seat and self._is_taken(seat):
+                found += value
+        return found
+
+    def _is_taken(self, number: int) -> bool:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+
+def _close(fd: int, inode: int) -> None:
+    try:
+        if os.fstat(fd).st_ino == inode:
+            os.close(fd)
+    except OSError:
+        pass  # somebody closed all descriptors before us
+
+
+def _machine() -> str:
+    """This boot of this machine, and this view of its processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()

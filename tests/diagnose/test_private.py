@@ -1,0 +1,133 @@
+"""What Holdfast writes about a run is its user's alone, whatever the umask and whoever else writes into the folder."""
+
+import os
+import stat
+
+import pytest
+
+from holdfast.diagnose.run_folder import RunFolder
+from holdfast.launch.output import Output
+
+SOMEBODY = 65534
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o277], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+class Dataset:
+    pass
+
+
+def opened(folder):
+    """The files for what one rank prints. What a failure leaves open is closed."""
+    output = Output(1, 1, folder, prefixed=False)
+    try:
+        output.open()
+    finally:
+        output.close()
+
+
+def keep(folder):
+    part = RunFolder(str(folder), "loader", Dataset())
+    part.write({"headline": "it died"})
+    part.write({"headline": "it died again"})
+    part.write_totals(dict, running=False)
+    return part
+
+
+def test_a_run_folder_is_its_users_alone(tmp_path, umask):
+    """Folders that Holdfast makes are 0700 and its files 0600: incidents, totals and the dataset."""
+    keep(tmp_path / "deep" / "run")
+    files = list((tmp_path / "deep" / "run").iterdir())
+    assert sorted(file.suffix for file in files) == [".dataset", ".json", ".jsonl"]
+    assert {mode(file) for file in files} == {0o600}
+    assert mode(tmp_path / "deep") == mode(tmp_path / "deep" / "run") == 0o700
+
+
+def test_what_ranks_print_is_their_users_alone(tmp_path, umask):
+    """The same holds for the log_dir of spawn."""
+    opened(tmp_path / "logs")
+    (file,) = (tmp_path / "logs").iterdir()
+    assert mode(file) == 0o600
+    assert mode(tmp_path / "logs") == 0o700
+
+
+def test_a_folder_of_the_users_stays_as_it_is(tmp_path):
+    """A folder that was there keeps its rights; the files in it are 0600, those of an earlier run, too."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o755)
+    part = RunFolder(str(tmp_path / "run"), "loader")
+    part.file.write_text("{}\n")
+    part.file.chmod(0o644)
+    part.write({"headline": "it died"})
+    assert mode(part.file) == 0o600
+    assert part.file.read_text().startswith("{}\n")
+    assert len(part.file.read_text().splitlines()) == 2
+    assert mode(tmp_path / "run") == 0o755
+
+
+@pytest.mark.parametrize("plant", [os.symlink, os.link], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("what", ["incidents", "totals", "dataset"])
+def test_a_name_that_leads_elsewhere_is_not_written_through(tmp_path, caplog, plant, what):
+    """A link that somebody has put where our file goes changes nothing but our own folder."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "precious").chmod(0o644)
+    part = RunFolder(str(tmp_path / "run"), "loader", Dataset())
+    totals = part.file.with_name(part.file.name.replace("incidents-", "stats-"))
+    path = {"incidents": part.file, "dataset": part.file.with_suffix(".dataset"), "totals": totals}[what]
+    plant(tmp_path / "precious", path.with_suffix(".draft") if what == "totals" else path)
+    part.write({"headline": "it died"})
+    part.write_totals(dict)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert mode(tmp_path / "precious") == 0o644
+    assert ("cannot be kept" in caplog.text) == (what == "incidents")
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path, caplog):
+    """Opening one waits for a reader, who never comes."""
+    part = RunFolder(str(tmp_path), "loader")
+    os.mkfifo(part.file)
+    part.write({"headline": "it died"})
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_log_of_a_rank_is_not_written_through_a_link(tmp_path):
+    """spawn refuses, and names the file."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "logs" / "rank-0-attempt-1.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"rank-0-attempt-1\.log"):
+        opened(tmp_path / "logs")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_somebody_else_is_refused(tmp_path, caplog):
+    """The message says whose it is and what to do."""
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", SOMEBODY, SOMEBODY)
+    keep(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+    assert f"belongs to uid {SOMEBODY}" in caplog.text
+    assert "a folder of your own" in caplog.text
+    with pytest.raises(PermissionError, match=f"belongs to uid {SOMEBODY}"):
+        opened(tmp_path / "run")
+    keep(tmp_path / "run" / "mine")
+    assert len(list((tmp_path / "run" / "mine").iterdir())) == 3
+
+
+def test_a_link_to_a_folder_of_the_users_is_followed(tmp_path):
+    """Run folders often lie on another disk."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to("scratch")
+    keep(tmp_path / "run")
+    assert len(list((tmp_path / "scratch").iterdir())) == 3

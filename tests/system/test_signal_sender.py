@@ -1,0 +1,86 @@
+"""Who sent a signal is noted the moment it arrives, and what was to happen happens all the same."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from holdfast.shm.memory import Memory, new_file
+from holdfast.system import signals
+from holdfast.system.signals import Sender, SenderNote
+
+pytestmark = pytest.mark.skipif(signals.install is None, reason="built without a compiler")
+
+CHILD = """
+import os, signal, sys, time
+from holdfast.system.signals import SenderNote
+from holdfast.shm.memory import Memory, new_file
+memory = Memory(new_file("note", 4096), 4096)
+note = SenderNote(memory, 0, 4096)
+got = []
+signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+note.install((signal.SIGINT,))
+print("ready", flush=True)
+deadline = time.monotonic() + 20
+while not got and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(got, note.last(signal.SIGINT), flush=True)
+"""
+
+
+def test_the_sender_its_parents_and_pythons_own_handler():
+    fd = new_file("note", 4096)
+    memory = Memory(fd, 4096)
+    os.close(fd)
+    note = SenderNote(memory, 0, 4096)
+    got = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: got.append(number))
+    try:
+        note.install((signal.SIGUSR2,))
+        command = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGUSR2)}); time.sleep(0.5)"
+        with subprocess.Popen([sys.executable, "-c", command, "--token", "hunter2"]) as other:
+            deadline = time.monotonic() + 20
+            while not got and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert got == [signal.SIGUSR2]
+        found = note.last(signal.SIGUSR2)
+        assert found.pid == other.pid
+        assert found.uid == os.getuid()
+        (first, text), (second, mine), *_ = found.commands
+        assert (first, second) == (other.pid, os.getpid())
+        assert "os.kill" in text and "pytest" in mine
+        assert text.endswith("--token ***")
+        assert not found.from_kernel
+        assert note.last(signal.SIGUSR2) is None, "told once"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_ctrl_c_comes_from_the_terminal():
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", CHILD])
+    said = b""
+    try:
+        while b"ready" not in said:
+            said += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        while b"]" not in said.partition(b"ready")[2] or b"\n" not in said.partition(b"]")[2]:
+            said += os.read(terminal, 1000)
+    except OSError:
+        pass  # the end of it
+    finally:
+        os.waitpid(pid, 0)
+        os.close(terminal)
+    assert b"[2]" in said
+    assert b"Ctrl-C" in said
+
+
+def test_in_words():
+    assert "Ctrl-C" in str(Sender(0, 0, 0x80, ()))
+    assert "outside this container" in str(Sender(0, 0, 0, ()))
+    assert str(Sender(5, 0, 0, ((5, "kill 7"), (4, "")))) == "pid 5 (kill 7) < 4 (gone already), uid 0"
