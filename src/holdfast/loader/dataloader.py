@@ -18,8 +18,8 @@ from holdfast.system.cgroups import usable_cpus
 
 # Arguments of ours as public attributes of a loader whose subclasses do not know of us.
 #
-# A subclass that was written for torch's loader may use any name for itself, `self.device` above all. So what we go by is
-# private (`_holdfast_...`), and what a subclass sets is what it reads. But frameworks rebuild a loader from its `vars()`:
+# A subclass that was written for torch's loader may use any name for itself, `self.device` above all. So what we go by
+# is private (`_holdfast_...`), and a subclass reads what it has set. But frameworks rebuild a loader from its `vars()`:
 # there, `policy` and `device` are ours, unless the subclass has arguments of these names.
 
 

@@ -2,33 +2,33 @@
 
     slot 0 ... count-1 | a letter box per task that may be out | one in which a failing boot speaks, and the states
 
-A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* a free slot when it has
-something to put there (shm/slot_claims.py); only the trainer *frees* one, when nobody looks at it any more. Each of the two
-writes a state byte in one direction only, so no lock is needed. Each life has a file of its own: a late write of a dead
-worker can touch nobody else's bytes, and that is all the generation a slot needs.
+A slot holds a finished batch; a letter box holds what a worker is told of a task. The worker *claims* a free slot when
+it has something to put there (shm/slot_claims.py). Only the trainer *frees* a slot, when nobody looks at it any more.
+Each side writes a state byte in one direction only, so no lock is needed. Each life has a file of its own, so a late
+write of a dead worker can touch nobody else's bytes. A slot needs no other generation.
 
-    take_box()          trainer, before a task is sent; free_box() when its reply is there
-    lend(slot)          trainer, when a batch is opened without copying: the bytes, to be kept by tensors
+    take_box()          trainer, before it sends a task; free_box() when the reply is there
+    lend(slot)          trainer, when it opens a batch without copying: the bytes, for tensors to keep
     put_back(slot)      trainer, when nobody looks at the slot
-    retire()            trainer, when the life is over: give back all but what is lent
+    retire()            trainer, when the life is over: gives back all but what is lent
 
-A lent slot is free again when the last view of it has died. Views are tensors and arrays of the user, and slices of
-them; they all hold on to one object, the *exporter*, and a weak reference to that tells us, in whatever thread. It is
-free at once: the sooner, the fewer slots are in use.
+A lent slot is free again when its last view has died. Views are tensors and arrays of the user, and slices of them.
+They all hold on to one object, the *exporter*; a weak reference to it tells us of its end, in whatever thread. The slot
+is free at that moment: the sooner slots come back, the fewer are in use.
 
-A signal handler of the user's may raise in that very moment. Python then prints what was raised and goes on, so nobody
-would tell us again. It looks for signals at the start of a Python function, after a call and at the end of a loop's
-round, and nowhere else. So the first callback is no Python function: `deque.append` notes the slot. The second frees
-what is noted; it can be cut short, and the next one goes on with it. What is freed is taken off the note without any
-call in between.
+A signal handler of the user may raise at that very moment. Python then prints the exception and goes on, and nobody
+would tell us again. Python looks for signals at the start of a Python function, after a call and at the end of a loop's
+round, and nowhere else. So the first callback is no Python function: `deque.append` notes the slot. The second callback
+frees what is noted. If it is cut short, the next one goes on. It takes a freed slot off the note without any call in
+between.
 
-A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
-again before the child is gone: it holds the writing end of a pipe, whose end of file tells. Several threads may fork
-at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
+A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. So such a slot is not used
+again before the child is gone: the child holds the writing end of a pipe, whose end of file tells us. Several threads
+may fork at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
 
-A device reads a slot after its last view has died: copies are queued. Where there is one, a *gate* (loader/cuda_slots.py)
-takes each slot that comes back and lets it go when no copy can be in flight. Pages that the device knows by address
-are registered with it; before they go back to the system, the gate takes that back.
+A device reads a slot after its last view has died, because copies are queued. Where there is a device, a *gate*
+(loader/cuda_slots.py) takes each slot that comes back, and lets it go when no copy can be in flight. Pages that the
+device knows by address are registered with it; the gate undoes that before they go back to the system.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What secrets look like on a command line: data for discreet.py, and nothing else.
+"""What secrets look like on a command line: data for redact.py, and nothing else.
 
 The tokens are facts from two public, well-kept sets of rules, written down anew: how a service's secrets begin, of
 which letters they are, how many.
