@@ -1,12 +1,13 @@
 """What happens when the trainer forks while loaders, pools or ranks are open.
 
-A child has no part in them. It must not keep our descriptors, or workers would never see the end of their pipes. It must
-not end our workers, nor write into the pages that it shares with them. And it must go on seeing the batches that were out
-at that moment as they were. So the child closes whatever is open before anything else runs there, and using it raises
-`WrongProcess`.
+A child has no part in them. It must not keep our descriptors, or workers would never see the end of their pipes. It
+must not end our workers, nor write into the pages that it shares with them. And it must go on seeing the batches that
+were out at that moment as they were. So the child closes whatever is open before anything else runs there, and using it
+raises `WrongProcess`.
 
 `os.register_at_fork` knows no context, so this module holds the one piece of state that the package has at module
-level: what is open. Any thread may fork, at any moment of the others. So nothing here relies on what they have finished.
+level: what is open. Any thread may fork, at any moment of the others. So nothing here relies on what they have
+finished.
 """
 
 import os

@@ -2,18 +2,18 @@
 
 Forked children inherit the memory file (see memory.py); a pickled *address* leads other processes to it. A process
 claims a part before it writes there. Nobody waits: the kernel grants a claim at once or refuses it. A claim is a record
-lock on one byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel releases
-it when the process is gone, however it went. Two copies in one process exclude each other, and closing some other
-descriptor of the file does not drop the claim, as it would with the older kind of lock. The price: a forked child holds
-the same open file. So a child first opens the file again here, under the same descriptor number.
+lock on one byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel
+releases it when the process is gone, however it went. Two copies in one process exclude each other, and closing some
+other descriptor of the file does not drop the claim, as it would with the older kind of lock. The price: a forked child
+holds the same open file. So a child first opens the file again here, under the same descriptor number.
 
 Each process claims a *seat* for its life: a line of counters that it alone writes. So sums over all processes are right
 without atomic operations. The counts of a dead process stay, and the next process on its seat adds to them.
 
 Memory order. A number here is an aligned 8-byte word, written and read as one. On x86 other processors see stores in
-their order, and loads happen in theirs. Plain Python stores need no more; copies so large that libc writes them past the
-cache do. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always call it;
-readers call it where loads may change places (arm64). On a machine that is not x86 and refuses the call, nobody can
+their order, and loads happen in theirs. Plain Python stores need no more; copies so large that libc writes them past
+the cache do. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always call
+it; readers call it where loads may change places (arm64). On a machine that is not x86 and refuses the call, nobody can
 make a `SharedFile`. (We have tried x86 only.)
 """
 

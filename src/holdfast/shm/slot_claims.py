@@ -1,12 +1,12 @@
 """SlotClaims: a worker's side of its slots. It runs in the worker's main thread.
 
-The worker claims a slot when it has something to put into it, not when a task begins: it loads samples while the trainer
-still looks at the last batch. It takes the lowest free slot, so that it touches as few as possible.
+The worker claims a slot when it has something to put into it, not when a task begins: it loads samples while the
+trainer still looks at the last batch. It takes the lowest free slot, so that it touches as few as possible.
 
 A slot that was never used costs its whole size, for good. One that was used mostly comes free in a moment: the trainer
 puts it back as soon as it has the next batch. So for large batches the worker waits for that moment. It does not wait
-when the trainer waits for this very batch. And it does not wait for ever: if the trainer looks at its batches for longer
-than the workers need to make theirs, the workers go on with the next ones.
+when the trainer waits for this very batch. And it does not wait for ever: if the trainer looks at its batches for
+longer than the workers need to make theirs, the workers go on with the next ones.
 """
 
 import os

@@ -25,8 +25,8 @@ from holdfast.system.snapshot import PySpy
 
 # A closer look at a worker that hangs or is about to be killed. Which process: the keeper.
 #
-# The keeper first looks from outside at what the worker waits for, before it does anything that may wake it. Then py-spy,
-# where it is installed, gives its opinion. Then the keeper asks the worker for its Python stack.
+# The keeper first looks from outside at what the worker waits for, before it does anything that may wake it. Then
+# py-spy, where it is installed, gives its opinion. Then the keeper asks the worker for its Python stack.
 
 
 # A silent worker is looked at for this long, to see whether it computes; a clock tick is 10 ms.
