@@ -18,9 +18,9 @@ from typing import IO, Any
 
 import cloudpickle
 
-from holdfast.local.handlers import warn
+from holdfast.local.handlers import raised_by_handler, warn
 from holdfast.local.private import open_new, open_to_append
-from holdfast.local.raised import shown
+from holdfast.local.raised import shown, text_of
 
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
@@ -135,13 +135,23 @@ class RunFolder:
         self._count += 1
 
     def write_totals(self, stats: Callable[[], dict[str, Any]], running: bool = True) -> None:
-        """For `holdfast top`; at most once a second, whole or not at all."""
+        """For `holdfast top`; at most once a second, whole or not at all. Trouble here is said once."""
         now = time.monotonic()
         if self._totals_failed or (running and now < self._next_totals):
             return
         self._next_totals = now + TOTALS_S
         if os.getpid() != self._owner:
             self._begin()  # a forked child has files of its own: two that write the same totals lose them
+        path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
+        try:
+            self._keep_totals(path, stats(), running)
+        except Exception as error:  # no room on the disk, or what is asked for totals raises: a help, not a duty
+            if raised_by_handler(error):
+                raise
+            warn(f"totals cannot be kept in {path}: {text_of(error)}")
+            self._totals_failed = True
+
+    def _keep_totals(self, path: Path, stats: dict[str, Any], running: bool) -> None:
         shot = {
             "kind": self._kind,
             "pid": os.getpid(),
@@ -149,17 +159,13 @@ class RunFolder:
             "at": time.time(),
             "running": running,
             "last_incident": self._last_incident,
-            "stats": stats(),
+            "stats": stats,
         }
-        path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
-        try:
-            draft = path.with_suffix(".draft")
-            with open(open_new(draft), "w") as file:
-                json.dump(shot, file)
-            draft.replace(path)
-        except OSError as error:
-            warn(f"totals cannot be kept in {path}: {error}")
-            self._totals_failed = True
+        text = json.dumps(shot)
+        draft = path.with_suffix(".draft")
+        with open(open_new(draft), "w") as file:
+            file.write(text)
+        draft.replace(path)
 
     def _append(self, line: str) -> None:
         fd = open_to_append(self.file)

@@ -3,6 +3,9 @@
 from typing import Any
 
 from holdfast.diagnose.report import Record
+from holdfast.loader.cached import CachedDataset
+from holdfast.loader.files import FileCache
+from holdfast.loader.weigh import attributes
 from holdfast.local.cgroups import usable_cpus
 
 
@@ -25,7 +28,8 @@ def totals(record: Record, workers: int, dataset: Any) -> dict[str, Any]:
 
 
 def _caches(dataset: Any) -> dict[str, dict[str, float]]:
-    """The figures of a dataset, and of what it holds, that keeps any: holdfast.CachedDataset, holdfast.FileCache."""
-    held = getattr(dataset, "__dict__", {})
-    found = {type(dataset).__name__: dataset} | {f"{type(part).__name__} {name}": part for name, part in held.items()}
-    return {name: part.figures() for name, part in found.items() if callable(getattr(type(part), "figures", None))}
+    """The figures of our caches: of a dataset that is one, and of those that it holds. A user's own method of that name
+    is not called, and types are asked past `__class__`, which may be user code."""
+    found = {type(dataset).__name__: dataset}
+    found |= {f"{type(part).__name__} {name}": part for name, part in attributes(dataset).items()}
+    return {name: part.figures() for name, part in found.items() if issubclass(type(part), CachedDataset | FileCache)}
