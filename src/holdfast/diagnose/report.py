@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from holdfast.core.messages import Cause, Stage
@@ -14,7 +14,7 @@ from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, fin
 from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.native import tells
-from holdfast.diagnose.runfolder import RunFolder
+from holdfast.diagnose.runfolder import RunFolder, for_json
 from holdfast.errors import legible
 from holdfast.local.evidence import Evidence
 from holdfast.local.linux import signal_name
@@ -84,6 +84,18 @@ class BadSample:
     error: str
     attempts: int
     replaced_by: object = None
+
+
+def as_dict(record: Incident | BadSample) -> dict[str, Any]:
+    """`asdict`, but for the user's indices: those may be anything, and are not copied."""
+    if isinstance(record, BadSample):
+        return {each.name: getattr(record, each.name) for each in fields(record)}
+    again = record.again
+    indices = {
+        "index": record.index,
+        "again": again and {each.name: getattr(again, each.name) for each in fields(again)},
+    }
+    return asdict(replace(record, index=None, again=None)) | indices
 
 
 def incident_of(case: Case) -> Incident:
@@ -285,7 +297,7 @@ class Record:
 
     def add(self, incident: Incident) -> None:
         if self.kept_in is not None:
-            self.kept_in.write(asdict(incident))
+            self.kept_in.write(as_dict(incident))
         self.counts[f"incident:{incident.finding}"] += 1
         self.last_at[incident.finding] = incident.at
         if len(self.incidents) < KEPT:
@@ -393,10 +405,13 @@ class Report:
             "stats": self.stats,
             "counts": dict(self._counts),
             "last_at": self._last_at,
-            "incidents": [asdict(i) for i in self.incidents],
-            "bad_samples": [asdict(b) for b in self.bad_samples],
+            "incidents": [as_dict(i) for i in self.incidents],
+            "bad_samples": [as_dict(b) for b in self.bad_samples],
             "speed": [asdict(f) for f in speed.of_stats(self.stats)],
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), default=repr, indent=2)
+        told = self.to_dict()
+        for records in (told["incidents"], told["bad_samples"]):
+            records[:] = map(for_json, records)
+        return json.dumps(told, default=shown, indent=2)

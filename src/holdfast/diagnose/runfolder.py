@@ -89,6 +89,34 @@ def from_pickle(text: str) -> tuple[Any, ...]:
     return indices
 
 
+def _loadable(incident: dict[str, Any]) -> dict[str, Any]:
+    """With the indices as `holdfast repro` reads them."""
+    again = incident.get("again")
+    if again is None:
+        return incident
+    literal = to_text(again["indices"])
+    pickled = to_pickle(again["indices"]) if literal is None else None
+    return {**incident, "again": {**again, "literal": literal, "pickled": pickled}}
+
+
+def for_json(record: dict[str, Any]) -> dict[str, Any]:
+    """An incident or a bad sample whose indices JSON can hold."""
+    found: dict[str, Any] = {name: _for_json(record[name]) for name in ("index", "replaced_by") if name in record}
+    if again := record.get("again"):
+        found["again"] = {**again, "indices": [_for_json(index) for index in again["indices"]]}
+    return record | found
+
+
+def _for_json(index: object) -> object:
+    """Of numbers, text and what holds them: as it is; any other as text."""
+    try:
+        return json.loads(json.dumps(index, default=shown))
+    except Exception as error:  # user code, keys that are no text, or what holds itself
+        if raised_by_handler(error):
+            raise
+        return shown(index)
+
+
 class RunFolder:
     """The part of one loader, pool or group. Nothing is opened before there is something to write."""
 
@@ -117,20 +145,17 @@ class RunFolder:
 
     def write(self, incident: dict[str, Any]) -> None:
         """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
-        again = incident.get("again")
-        if again is not None:
-            literal = to_text(again["indices"])
-            pickled = to_pickle(again["indices"]) if literal is None else None
-            incident["again"] = {**again, "literal": literal, "pickled": pickled}
-        line = json.dumps({"number": self._count, **incident}, default=shown) + "\n"
         self._last_incident = str(incident.get("headline", ""))
         try:
+            line = json.dumps({"number": self._count, **for_json(_loadable(incident))}, default=shown) + "\n"
             if not self._count:
                 self._write_dataset()
             self._append(line)
-        except OSError as error:
+        except Exception as error:  # no room on the disk, or user code: a help, not a duty
+            if raised_by_handler(error):
+                raise
             if not self._failed:
-                warn(f"incidents cannot be kept in {self.file}: {error}")
+                warn(f"incidents cannot be kept in {self.file}: {text_of(error)}")
             self._failed = True
         self._count += 1
 
