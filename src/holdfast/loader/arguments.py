@@ -2,7 +2,8 @@
 
 A subclass that was written for torch's loader may use any name for itself, `self.device` above all. So what we go by is
 private (`_holdfast_...`), and what a subclass sets is what it reads. But frameworks rebuild a loader from its `vars()`:
-there, `policy` and `device` are ours, unless the subclass has arguments of these names.
+there, `policy` and `device` are ours, unless the subclass has arguments of these names. What the user did not give is
+no attribute, as with torch's loader: a subclass may ask `hasattr`, or `getattr` with a default of its own.
 """
 
 import inspect
@@ -40,12 +41,12 @@ class Argument:
         known = vars(loader)
         del known[self._theirs if self._theirs in known else self._name]
 
-    def keep(self, loader: Any, value: Any) -> None:
-        """This is ours."""
+    def keep(self, loader: Any, value: Any, given: bool) -> None:
+        """This is ours. `given`: by the user, so that it is shown."""
         known = vars(loader)
         known[f"_holdfast_{self._name}"] = value
-        if inspect.getattr_static(type(loader), self._name) is not self:
-            return  # a subclass has something else there
+        if not given or inspect.getattr_static(type(loader), self._name) is not self:
+            return  # or a subclass has something else there
         if not self._is_theirs(loader):
             known[self._name] = value
         else:

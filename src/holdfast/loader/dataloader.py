@@ -58,6 +58,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         policy: Policy | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
+        given = policy is not None or num_workers == AUTO
         if policy is None:
             policy = Policy.from_environment()
         elif not isinstance(policy, Policy):
@@ -77,8 +78,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if prefetch_factor == 0 and num_workers:
             raise ValueError("prefetch_factor must be greater than 0: with none asked for, no batch would ever come")
         checked(device)
-        DataLoader.__dict__["policy"].keep(self, policy)
-        DataLoader.__dict__["device"].keep(self, device)
+        DataLoader.__dict__["policy"].keep(self, policy, given)
+        DataLoader.__dict__["device"].keep(self, device, device is not None)
         self._holdfast_record = Record(kept_in=RunFolder.from_environment("loader", dataset))
         super().__init__(
             dataset,
