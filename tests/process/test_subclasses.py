@@ -195,6 +195,51 @@ def test_an_unchanged_script_may_use_any_name(tmp_path):
     assert said[0] == said[1]
 
 
+WAS_PICKLED = """
+import pickle, sys
+from torch.utils.data import DataLoader
+
+class Mine(DataLoader):
+    pass
+
+class Reads(DataLoader):
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
+if sys.argv[1] == "write":
+    with open(sys.argv[2], "wb") as file:
+        for kind in (DataLoader, Mine, Reads):
+            for workers in (0, 1):
+                pickle.dump(kind(range(8), batch_size=4, num_workers=workers), file)
+else:
+    with open(sys.argv[2], "rb") as file:
+        for _ in range(6):
+            loader = pickle.load(file)
+            for epoch in range(2):
+                print([batch.tolist() for batch in loader], hasattr(loader, "policy"))
+            print("Holdfast" if hasattr(loader, "stats") and loader.stats()["batches"] == 4 else "torch")
+            if hasattr(loader, "report"):
+                assert "nothing went wrong" in str(loader.report()) and not loader.incidents
+"""
+
+
+def test_a_loader_that_was_pickled_with_torchs_class(tmp_path):
+    """Under `holdfast run` the name leads to ours: it has the defaults."""
+    script, kept = tmp_path / "train.py", tmp_path / "loaders"
+    script.write_text(WAS_PICKLED)
+
+    def said(*words):
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said(str(script), "write", str(kept))
+    before = said(str(script), "read", str(kept))
+    assert before.count("[[0, 1, 2, 3], [4, 5, 6, 7]] False\n") == 12
+    ours = said("-m", "holdfast.cli", "run", str(script), "read", str(kept))
+    assert ours == before.replace("torch", "Holdfast")
+
+
 def test_isinstance_holds():
     """A subclass of ours is one of torch's."""
     assert issubclass(Before, torch.utils.data.DataLoader)

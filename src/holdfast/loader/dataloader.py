@@ -1,5 +1,6 @@
 """DataLoader: torch's signature and attributes, `policy` and `device`; no logic."""
 
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch.utils.data
@@ -32,8 +33,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     policy = Argument()
     device = Argument()
-    _holdfast_policy: Policy
-    _holdfast_device: torch.device | str | int | None
+    _holdfast_device: torch.device | str | int | None = None
 
     def __init__(
         self,
@@ -70,17 +70,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             num_workers = usable_cpus()
         elif isinstance(num_workers, str):
             raise ValueError(f"num_workers must be a number or 'auto', not {num_workers!r}")
-        if policy.bad_sample == "replace" and isinstance(dataset, torch.utils.data.IterableDataset):
-            raise ValueError(
-                'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
-                'use "skip" or "raise"'
-            )
+        _check_fit(policy, dataset)
         if prefetch_factor == 0 and num_workers:
             raise ValueError("prefetch_factor must be greater than 0: with none asked for, no batch would ever come")
         checked(device)
         DataLoader.__dict__["policy"].keep(self, policy, given)
         DataLoader.__dict__["device"].keep(self, device, device is not None)
-        self._holdfast_record = Record(kept_in=RunFolder.from_environment("loader", dataset))
+        self._holdfast_record = _record_of(dataset)
         super().__init__(
             dataset,
             batch_size,
@@ -100,6 +96,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+
+    # Where `__init__` was not called, these two are made when somebody asks for them: the loader was pickled when its
+    # class was torch's, or a subclass makes it from its attributes alone.
+
+    @cached_property
+    def _holdfast_policy(self) -> Policy:
+        policy = Policy.from_environment()
+        _check_fit(policy, self.dataset)
+        return policy
+
+    @cached_property
+    def _holdfast_record(self) -> Record:
+        return _record_of(self.dataset)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         if isinstance(self._iterator, InheritedIterator):
@@ -124,3 +133,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
         return Report(self._holdfast_record, DataLoader.stats(self))
+
+
+def _check_fit(policy: Policy, dataset: Any) -> None:
+    if policy.bad_sample == "replace" and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
+            'use "skip" or "raise"'
+        )
+
+
+def _record_of(dataset: Any) -> Record:
+    return Record(kept_in=RunFolder.from_environment("loader", dataset))
