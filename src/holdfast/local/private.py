@@ -1,17 +1,24 @@
 """Folders and files that are their user's alone: what Holdfast keeps of a run, and what ranks print.
 
-A folder that we make is 0700, with those above it that were missing. One that was there keeps its rights, and must
-belong to us or to root: any other owner may put what he likes in the place of our files. Files are 0600, whatever the
-umask. What others may have put where a file goes (a link, a pipe) is never written to.
+A folder that we make is 0700, with those above it that were missing. One that was there must belong to us or to root:
+any other owner may put what he likes in the place of our files. If it is ours and open to others, it becomes 0700, too,
+unless they use it: /tmp, where root runs the training. Files are 0600, whatever the umask. What others may have put
+where a file goes (a link, a pipe) is never written to.
 """
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
+from holdfast.local.handlers import warn
+
 _FOLDER, _FILE = 0o700, 0o600
+_OTHERS = 0o077
 # O_NONBLOCK: a pipe without a reader is an error, not a wait for ever. It means nothing to a regular file.
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Folders that were found open to others, by device, inode and rights: what was done about one is said once.
+_found: set[tuple[int, int, int]] = set()
 
 
 def open_new(path: Path) -> int:
@@ -47,14 +54,50 @@ def _folder_of(path: Path) -> int:
     """A descriptor of the folder, which is made if it is not there: what is opened through it is opened in this one."""
     _make(path.parent)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    owner = os.fstat(folder).st_uid
-    if owner in (os.geteuid(), 0):
-        return folder
+    try:
+        about = os.fstat(folder)
+        owner = about.st_uid
+        if owner == os.geteuid() and about.st_mode & _OTHERS:
+            _narrow(folder, about, path.parent)
+        if owner in (os.geteuid(), 0):
+            return folder
+    except BaseException:
+        os.close(folder)
+        raise
     os.close(folder)
     raise PermissionError(
         f"{path.parent} belongs to uid {owner}, and this is uid {os.geteuid()}: name a folder of your own, or one in "
         "it that does not exist yet"
     )
+
+
+def _narrow(folder: int, about: os.stat_result, path: Path) -> None:
+    """One of ours that is open to others. What is there is asked through the descriptor: a name may lead elsewhere."""
+    known = (about.st_dev, about.st_ino, about.st_mode)
+    if known in _found:
+        return
+    _found.add(known)
+    here, rights = f"/proc/self/fd/{folder}", stat.S_IMODE(about.st_mode)
+    try:
+        if rights & stat.S_ISVTX or os.path.samestat(about, os.stat("/")) or _others_have_files_in(here):
+            warn(
+                f"{path} is open to other users ({rights:04o}), who use it, too: it keeps its rights, and the files of "
+                "Holdfast there are 0600; better name a folder of your own"
+            )
+            return
+        os.chmod(here, rights & ~_OTHERS)
+        warn(f"{path} was open to other users ({rights:04o}) and is yours alone now ({rights & ~_OTHERS:04o})")
+    except OSError as error:
+        warn(f"{path} is open to other users ({rights:04o}) and cannot be made yours alone: {error}")
+
+
+def _others_have_files_in(folder: str) -> bool:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it has just gone
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    return True
+    return False
 
 
 def _make(folder: Path) -> None:
