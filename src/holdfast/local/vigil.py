@@ -53,7 +53,7 @@ class Vigil:
     def _look_a_while(self) -> list[tuple[int, int]]:
         """What has come within a moment, if the last wait was as short.
 
-        Others who want this processor get it between two looks.
+        Others who want this processor get it between two looks; where that cannot be had, there is one look.
         """
         if self._quick:
             end = time.monotonic() + SPIN_S
@@ -61,7 +61,10 @@ class Vigil:
                 ready = self._poll.poll(0)
                 if ready:
                     return ready
-                os.sched_yield()
+                try:
+                    os.sched_yield()
+                except OSError:  # a sandbox may refuse it
+                    break
         return []
 
     def close(self) -> None:
