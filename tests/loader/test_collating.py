@@ -86,7 +86,7 @@ def collated(stack, desk, samples):
     desk.slot.clear()
     stack.open(desk, samples)
     try:
-        return torch_collate.default_collate(samples), len(desk.slot.placed)
+        return stack.collate(samples), len(desk.slot.placed)
     finally:
         stack.close()
 

@@ -38,6 +38,17 @@ class Trips(Dataset):
         return index
 
 
+class Calls(Dataset):
+    """Its indices are functions."""
+
+    def __getitem__(self, index):
+        return index()
+
+
+def bad():
+    raise OSError("bad")
+
+
 ALWAYS = 1 << 30
 
 
@@ -79,16 +90,54 @@ def test_a_retry_asks_for_what_the_sampler_gave(nested, bad_sample, tmp_path):
     assert loader.stats()["restarts"] == 2
 
 
-def test_the_report_names_the_index_that_the_sampler_gave(tmp_path):
-    """The sampler's list has moved on when the sample is given up."""
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("bad_sample", ["raise", "skip", "replace"])
+def test_the_report_names_the_index_that_the_sampler_gave(bad_sample, workers, nested, tmp_path):
+    """The sampler's list has moved on when the sample is given up, and when the report is read."""
+    deadly = {5: ALWAYS} if workers and bad_sample == "skip" else {}
     loader = DataLoader(
-        Trips(tmp_path, deadly={5: ALWAYS}, exits=True),
-        batch_sampler=OneList(10, 4, nested=True),
-        num_workers=1,
-        policy=Policy(bad_sample="skip", strikes=2, max_bad=1.0),
+        Trips(tmp_path, deadly=deadly, raising={5: ALWAYS, 22: ALWAYS}, exits=True),
+        batch_sampler=OneList(10, 4, nested),
+        num_workers=workers,
+        policy=Policy(bad_sample=bad_sample, strikes=2, max_bad=1.0),
     )
-    assert flat(loader) == [i for i in range(40) if i != 5]
-    assert [bad.index for bad in loader.report().bad_samples] == [[5]]
+    it, got = iter(loader), []
+    while True:
+        try:
+            got += next(it).tolist()
+        except StopIteration:
+            break
+        except OSError:
+            got += [None] * 4
+    report = loader.report().bad_samples
+    assert [bad.index for bad in report] == ([[5], [22]] if nested else [5, 22])
+    if bad_sample == "replace":
+        spares = [bad.replaced_by[0] if nested else bad.replaced_by for bad in report]
+        assert got == [{5: spares[0], 22: spares[1]}.get(i, i) for i in range(40)]
+        assert spares[0] in range(8) and spares[1] in range(24)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_spare_is_any_sample_given_before(workers, tmp_path):
+    """Also where the sampler fills the same lists again: those of earlier batches are not forgotten."""
+    loader = DataLoader(
+        Trips(tmp_path, raising=dict.fromkeys(range(20, 24), ALWAYS)),
+        batch_sampler=OneList(10, 4, nested=True),
+        num_workers=workers,
+        policy=Policy(bad_sample="replace", max_bad=1.0),
+    )
+    got = flat(loader)
+    assert got[:20] == [*range(20)] and {*got[20:24]} <= {*range(20)} and got[24:] == [*range(24, 40)]
+
+
+def test_indices_that_cannot_be_pickled_are_named_without_workers(tmp_path):
+    """They never have to be."""
+    loader = DataLoader(
+        Calls(), batch_sampler=[[bad, lambda: 1], [lambda: 2, bad]], policy=Policy(bad_sample="replace", max_bad=1.0)
+    )
+    assert [{*batch.tolist()} <= {1, 2} for batch in loader] == [True, True]
+    assert [told.index for told in loader.report().bad_samples] == [bad, bad]
 
 
 def test_indices_that_cannot_be_pickled_are_an_error_and_no_hang(tmp_path):

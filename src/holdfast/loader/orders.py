@@ -25,6 +25,11 @@ _ASKED, _SPARES = 4, 7
 _FIXED = {int, str, bytes, float, bool}
 
 
+def lasting(indices: list[Any]) -> list[Any]:
+    """As they are now, whatever the sampler makes of them later. Raises what pickling them raises."""
+    return indices if {*map(type, indices)} <= _FIXED else pickle.loads(pickle.dumps(indices, 5))
+
+
 class Orders:
     """Of one iterator. `begin` starts an epoch."""
 
@@ -104,8 +109,7 @@ class Orders:
         else:
             spares: list[Any] = []
             if self._replaces:
-                given = list(asked) if self._auto_collation else [asked]
-                self._given += given if {*map(type, given)} <= _FIXED else pickle.loads(pickle.dumps(given, 5))
+                self._given += lasting(list(asked) if self._auto_collation else [asked])
                 spares = self._spares(task)
             number = task - self._first_task
             self._asked[task] = pickle.dumps((self._seed, number, 0, -1, asked, None, False, spares), 5)

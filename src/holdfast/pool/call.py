@@ -82,7 +82,8 @@ class PoolFuture(Future[Any]):
 class Call:
     """`number`: of all calls of this pool, from 0 on. `lives`: how often it may be begun.
 
-    `items`: how many items of a map it has, of which `first` is the first; 0 for a single call.
+    `items`: how many items of a map it has, of which `first` is the first; 0 for a single call. `args`: nothing, where
+    `letter` was cut from another one.
     """
 
     __slots__ = (
@@ -137,7 +138,8 @@ class Call:
 
     def part(self, number: int, begin: int, end: int) -> "Call":
         """Some items of a chunk, as a chunk."""
-        return self._like(number, (self.args[0][begin:end],), self.said, self.lives, end - begin, self.first + begin)
+        args = (self.args[0][begin:end],) if self.args else ()
+        return self._like(number, args, self.said, self.lives, end - begin, self.first + begin)
 
     def alone(self, number: int, item: int, tried: int = 0) -> "Call":
         """One item of a chunk, as a call; `tried`: it has been begun that often."""
@@ -159,6 +161,13 @@ class Call:
             first=first,
             tracker=self.tracker,
         )
+
+    def cut_from(self, chunk: "Call") -> "Call":
+        """A part of this chunk: its items are those that were packed, whatever the caller has made of them since."""
+        assert chunk.letter is not None
+        self.letter = chunk.letter.cut(self.first - chunk.first, self.items, self.lives)
+        self.args = ()
+        return self
 
     def close(self) -> None:
         """It is done with, one way or another: let go of what it holds."""

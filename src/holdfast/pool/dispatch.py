@@ -264,7 +264,8 @@ class Dispatcher:
             call = self._waiting.popleft()
             if not call.future.set_running_or_notify_cancel():
                 self._counts["cancelled"] += 1
-            elif self._put_down(call):
+                call.close()
+            elif call.letter is not None or self._put_down(call):
                 self._written.append(call)
                 return True
         return False
@@ -353,6 +354,7 @@ class Dispatcher:
                 call.future.cancel()
             if call.future.set_running_or_notify_cancel():
                 self._settler.done(call, None, self._last_words(call))
+            call.close()
         self._waiting.clear()
 
     def _last_words(self, call: Call) -> HoldfastError:
