@@ -12,6 +12,7 @@ called logging, and nothing else where the user's code has.
 import ctypes
 import dis
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ _trip = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyErr_SetInterrupt", ctypes.
 os.register_at_fork(after_in_child=lambda: sys.settrace(None))
 
 PACKAGE = Path(holdfast.__file__).parent
+# Logging is called by those who fork, too.
+_BETWEEN = (Path(logging.__file__).parent, Path(multiprocessing.__file__).parent)
 # How many locks of logging were found taken and freed.
 freed = 0
 
@@ -46,7 +49,7 @@ def place_of(frame: FrameType | None) -> tuple[bool, str]:
     if frame is not None:
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         bytecode = f"bytecode {frame.f_lasti} ({name}) of {frame.f_code.co_qualname}"
-        while frame.f_back is not None and Path(frame.f_code.co_filename).parent == Path(logging.__file__).parent:
+        while frame.f_back is not None and Path(frame.f_code.co_filename).parent in _BETWEEN:
             frame = frame.f_back
         where = f"at {bytecode}, from {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return frame is not None and Path(frame.f_code.co_filename).is_relative_to(PACKAGE), where
@@ -72,11 +75,16 @@ class _Token:
 
 
 class Interrupt:
-    """`at`: the number of the bytecode, from 1; 0 counts them only. `seen`: how many there were so far."""
+    """`at`: the number of the bytecode, from 1; 0 counts them only. `seen`: how many there were so far.
 
-    def __init__(self, at: int) -> None:
+    `file`: only those of its functions.
+    """
+
+    def __init__(self, at: int, file: str = "") -> None:
         self.seen = 0
         self._at = at
+        self._file = file
+        self._process = os.getpid()
         self._token: _Token | None = None
         self._ref: weakref.ref[_Token] | None = None
         self._place = (False, "nowhere")
@@ -96,9 +104,12 @@ class Interrupt:
 
     def _trace(self, frame, event, arg):
         frame.f_trace_opcodes = True
+        if self._file and frame.f_code.co_filename != self._file:
+            return self._trace
         if event == "opcode" and frame.f_code is not Interrupt.__exit__.__code__:
             self.seen += 1
-            if self.seen == self._at:
+            # (A process that is forked meanwhile runs what is registered before ours.)
+            if self.seen == self._at and os.getpid() == self._process:
                 sys.settrace(None)
                 self._place = place_of(frame)
                 self._token = None
