@@ -25,6 +25,7 @@ from typing import Any
 from holdfast.launch.parcel import Parcel, main_has_a_file
 from holdfast.launch.rank import Card, live
 from holdfast.local import linux
+from holdfast.local.handlers import LoggingFree
 
 # How often is looked where nothing wakes us.
 LOOK_S = 0.005
@@ -61,7 +62,7 @@ class _Reaped(popen_fork.Popen):
 
     def _launch(self, process: BaseProcess) -> None:
         linux.need_descriptors(FORKING)
-        with _interrupts_kept():
+        with _interrupts_kept(), LoggingFree():
             super()._launch(process)  # type: ignore[misc]
 
     def _keep_pidfd(self) -> None:
