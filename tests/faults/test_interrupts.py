@@ -3,13 +3,15 @@
 import itertools
 import logging
 import sys
+import time
 
 import pytest
 
 import holdfast
+from holdfast import Pool
 
 from ..interrupt import Alarm, Interrupt, handler_raises
-from ..process import ranks
+from ..process import calls, ranks
 from ..process.data import Numbers
 from .interrupts import ROWS, exact, timed
 
@@ -52,3 +54,42 @@ def test_a_handler_that_raises_inside_logging_while_we_fork_leaves_no_lock_taken
         if cut.seen < at:
             break
     assert at > 10 or sys.version_info >= (3, 13)  # where no Python function takes it
+
+
+# Pools ---------------------------------------------------------------------------------------------------------------
+
+
+def submitted(pool):
+    return [pool.submit(calls.square, 3).result(60)]
+
+
+def cancelled(pool):
+    future = pool.submit(calls.square, 3)
+    future.cancel()
+    return [9]
+
+
+def mapped(pool):
+    return list(pool.map(calls.square, [3, 3], return_exceptions=True))
+
+
+@pytest.mark.parametrize("use", [submitted, cancelled, mapped])
+def test_a_handler_that_raises_at_any_moment_of_a_call_leaves_the_pool_as_it_was(use):
+    """Its thread hears of the next call, nothing stays locked, and what was raised is nobody's result."""
+    with Pool(2, mp_context="fork") as pool:
+        use(pool)
+        with Interrupt(0) as counted:
+            use(pool)
+        cut = 0
+        for at in range(1, counted.seen, 2):
+            until = time.monotonic() + 60
+            while not pool._dispatcher._asleep and time.monotonic() < until:
+                time.sleep(0.0005)
+            try:
+                with handler_raises(Alarm), Interrupt(at):
+                    got = use(pool)
+                assert set(got) == {9}, f"{got} at moment {at}"
+            except Alarm:
+                cut += 1
+            assert pool.submit(calls.square, 7).result(60) == 49, f"after moment {at}"
+        assert cut > counted.seen // 4

@@ -4,24 +4,64 @@ Made by whoever submits; from then on the dispatcher's thread owns it, and the u
 """
 
 import os
+from _thread import RLock, allocate_lock
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
+from contextlib import suppress
 from typing import Any
 
+from holdfast.errors import WrongProcess
 from holdfast.local import forks
 from holdfast.pool.letter import Letter
 from holdfast.pool.progress import Tracker
+
+
+class FutureLock(RLock):  # type: ignore[misc]  # typeshed has it final, which it is not
+    """What a future does under its lock is done whole; and who waits for it is woken.
+
+    A signal handler may raise at the start of any Python function, and threading.Condition has such between its lock
+    and the `with`: the lock would stay taken for ever, and the pool's thread would wait for it. Here both are C.
+    """
+
+    def __init__(self) -> None:
+        self.bells: list[Any] = []
+
+    def notify_all(self) -> None:
+        """The future is settled. In whatever thread, under the lock."""
+        while self.bells:
+            self.bells.pop().release()
+
+
+class InheritedLock:
+    """In a forked child, in the place of all locks of futures: those of the parent's may be held there by a thread that
+    there is not here, and nobody here will ever settle one.
+    """
+
+    def __get__(self, future: "PoolFuture", kind: type | None = None) -> Any:
+        owner, here = future._owner, os.getpid()
+        if owner not in (0, here):
+            if future._state in (PENDING, RUNNING):
+                raise forks.wrong_process("future", owner, "ask for the result where the task was submitted")
+            if future._state == CANCELLED:
+                future._state = CANCELLED_AND_NOTIFIED
+            future._owner = here
+            self.__set__(future, FutureLock())
+        return vars(future)["_condition"]
+
+    def __set__(self, future: "PoolFuture", lock: Any) -> None:
+        vars(future)["_condition"] = lock
 
 
 class PoolFuture(Future[Any]):
     """A future that can be cancelled while its task runs: the worker is killed, and another takes its place."""
 
     def __init__(self) -> None:
+        self._owner = 0
         super().__init__()
+        self._condition: Any = FutureLock()
         self._withdraw: Callable[[int], None] | None = None
         self._number = 0
-        self._owner = 0
 
     def on_cancel(self, withdraw: Callable[[int], None], number: int, owner: int) -> None:
         """`withdraw(number)` is called, in the thread that cancels, when a running task is not wanted any more.
@@ -34,20 +74,29 @@ class PoolFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         if self._state != FINISHED:
-            self._check_process()
-        return super().result(timeout)
+            self._wait(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if self._state != FINISHED:
-            self._check_process()
-        return super().exception(timeout)
+            self._wait(timeout)
+        return super().exception()
 
-    def _check_process(self) -> None:
-        """In a forked child nobody will ever settle it."""
-        if self._state in (PENDING, RUNNING) and os.getpid() != self._owner:
-            raise forks.wrong_process("future", self._owner, "ask for the result where the task was submitted")
+    def _wait(self, timeout: float | None) -> None:
+        """Until it is settled. No lock is held meanwhile: what a signal handler raises leaves none taken."""
+        bells, bell = self._condition.bells, allocate_lock()
+        bell.acquire()
+        bells.append(bell)  # before the look at the state: who settles it comes after this, or was seen
+        try:
+            if self._state in (PENDING, RUNNING) and not bell.acquire(timeout=_patience(timeout)):
+                raise TimeoutError
+        finally:
+            with suppress(ValueError):
+                bells.remove(bell)
 
     def cancel(self) -> bool:
+        if self._owner not in (0, os.getpid()):
+            return False  # a forked child
         with self._condition:
             withdraw = self._withdraw if self._state == RUNNING else None
             self._withdraw = None if withdraw is not None else self._withdraw
@@ -65,6 +114,12 @@ class PoolFuture(Future[Any]):
         self._invoke_callbacks()  # type: ignore[attr-defined]
         return True
 
+    def __repr__(self) -> str:
+        try:
+            return super().__repr__()
+        except WrongProcess:
+            return f"<PoolFuture of process {self._owner}>"
+
     def settle(self, result: Any, error: BaseException | None) -> bool:
         """The outcome; False when it was cancelled meanwhile, and nobody wants it."""
         with self._condition:
@@ -77,6 +132,16 @@ class PoolFuture(Future[Any]):
         else:
             self.set_result(result)
         return True
+
+
+def _patience(timeout: float | None) -> float:
+    """As a lock takes it."""
+    return -1 if timeout is None else max(0.0, timeout)
+
+
+def close_futures_in_child() -> None:
+    """In a forked child, before anything else runs there."""
+    PoolFuture._condition = InheritedLock()
 
 
 class Call:

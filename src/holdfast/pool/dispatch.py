@@ -21,9 +21,10 @@ from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Drawn, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.errors import HoldfastError, PoolBroken
+from holdfast.local import forks
 from holdfast.local.host import LocalHost
 from holdfast.local.lifeline import WorkerHandle
-from holdfast.pool.call import Call
+from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.letter import LetterWriter
 from holdfast.pool.settle import Settler
 from holdfast.pool.tell import Teller, stats_of
@@ -86,6 +87,7 @@ class Dispatcher:
     def start(self) -> None:
         """The keeper is forked here, by the thread that submits: workers know what it knows."""
         try:
+            forks.watch(self)
             self._host.open()
             self._record.workers.begin(self._host.pulses)
             self.thread.start()
@@ -97,6 +99,7 @@ class Dispatcher:
         """Something was refused at the start, or interrupted it: the thread may have begun all the same."""
         if self._claim.acquire(blocking=False):
             self._over = True
+            forks.forget(self)
             self._record.workers.end()
             self._host.close(0.0)
         else:
@@ -135,8 +138,12 @@ class Dispatcher:
             return  # a forked child: it has no part in this, and the bell's descriptor may be anything there
         with self._lock:
             if not self._over:
-                self._asleep = False
-                self._host.ring()
+                try:
+                    self._asleep = False
+                    self._host.ring()
+                except BaseException:  # of a signal handler, before the bell has rung: whoever comes next rings it
+                    self._asleep = True
+                    raise
 
     def finish(self) -> None:
         """The interpreter ends: what was submitted is still done, as with the standard library's pools."""
@@ -147,6 +154,10 @@ class Dispatcher:
         """Until all is done and every process has ended. Nothing to wait for in a forked child, or in a callback."""
         if self._owner == os.getpid() and threading.current_thread() is not self.thread:
             self.thread.join()
+
+    def close_in_child(self) -> None:
+        """In a forked child of the trainer: there is no thread there that settles futures."""
+        close_futures_in_child()
 
     @property
     def handles(self) -> list[WorkerHandle]:
@@ -342,6 +353,7 @@ class Dispatcher:
                 self._teller.incident(silence)
         finally:
             self._settle_the_rest()
+            forks.forget(self)
             self.watch.end()
             atexit.unregister(self.finish)
 
