@@ -18,6 +18,7 @@ from .data import Numbers
 from .streams import (
     COUNTING,
     KINDS,
+    UNFIT,
     Counts,
     CountsAtItsStart,
     CountsWithState,
@@ -143,6 +144,18 @@ def test_what_epochs_that_were_left_count_outlives_a_worker(kind, when):
 
     assert epochs(loader, plan, kill) == expected
     assert max(found) == 1
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+@pytest.mark.parametrize("when", [(1, 0), (2, 0), (2, 5), (3, 0), (3, 5)])
+def test_what_cannot_be_given_on_is_noticed_and_gone_through_again(kind, when):
+    """Whole epochs and such as were left: no life takes its share of another order, with nobody to notice."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    plan = [None, 3, None, None, None]
+    expected = epochs(torch.utils.data.DataLoader(kind(40), **settings), plan)
+    loader = DataLoader(kind(40, 0.001), **settings)
+    assert epochs(loader, plan, lambda *now: 1 if now == when else None) == expected
+    assert loader.stats()["restarts"] == 1
 
 
 def test_a_whole_epoch_is_not_gone_through_where_it_changes_nothing(monkeypatch):
