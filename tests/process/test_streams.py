@@ -12,7 +12,7 @@ from holdfast import DataLoader, LoaderTorn, Policy, StreamBroken
 from holdfast.loader import job
 from holdfast.loader.iterator import WorkerIterator
 from holdfast.loader.orders import Orders
-from holdfast.loader.stream import StreamFetcher
+from holdfast.loader.stream import StreamFetcher, fingerprint
 
 from .data import Numbers
 from .streams import (
@@ -256,6 +256,14 @@ def test_an_iter_that_raises_is_told_once_and_the_others_go_on():
     with pytest.raises(ValueError, match="no such shard"):
         next(iterator)
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint32, torch.float32, torch.complex64])
+def test_an_item_of_one_number_is_told_from_another(dtype):
+    """Whatever its stride: such a one counts as contiguous."""
+    numbers = torch.arange(6).to(dtype).view(2, 3).t()
+    columns = [numbers[at : at + 1, 0] for at in range(3)] + [numbers[:1, 1]]
+    assert len({fingerprint(column, 0) for column in columns}) == 4
 
 
 # The counts ----------------------------------------------------------------------------------------------------------

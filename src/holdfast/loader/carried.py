@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from holdfast.shm.pack import bytes_of
+
 # Of one attribute, pickled.
 LIMIT = 4 << 20
 _ITSELF = "the dataset"
@@ -123,10 +125,8 @@ def _some(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.device.type != "cpu":
             return b""
-        value = value.detach().flatten()[:: max(1, value.numel() // _LOOKED_AT)].contiguous().view(torch.uint8).numpy()
-    else:
-        value = value.flat[:: max(1, value.size // _LOOKED_AT)]
-    return bytes(value.tobytes())
+        return bytes(bytes_of(value.flatten()[:: max(1, value.numel() // _LOOKED_AT)].resolve_conj().resolve_neg()))
+    return bytes(value.flat[:: max(1, value.size // _LOOKED_AT)].tobytes())
 
 
 class _Unpickler(pickle.Unpickler):

@@ -64,7 +64,7 @@ class Overseer:
                 self._seen = functions
                 self._untouched = all(map(self._may, functions))
             return (self._untouched and type(first) in _LEAVES) or self._is_plain(first, _DEPTH)
-        except Exception:  # code of the user's: __eq__ of a function, __hash__ of a type, __instancecheck__
+        except BaseException:  # code of the user's: __eq__ of a function, __hash__ of a type, __class__ of a sample
             return False
 
     def _may(self, function: Any) -> bool:

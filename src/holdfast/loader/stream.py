@@ -30,7 +30,7 @@ from holdfast.loader.shapes import differing
 from holdfast.local.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.local.raised import Raised, capture
 from holdfast.policy import Policy
-from holdfast.shm.pack import is_plain
+from holdfast.shm.pack import bytes_of, is_plain
 from holdfast.shm.place import CODES
 
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
@@ -341,4 +341,4 @@ def _edges(tensor: torch.Tensor) -> bytes:
     flat = tensor.reshape(-1)
     edge = max(1, _EDGE // tensor.element_size())
     ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
-    return ends.contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes(bytes_of(ends))
