@@ -464,6 +464,44 @@ def test_items_of_a_stream_are_looked_at_without_their_own_code():
         assert found == want, kind
 
 
+class BadKind:
+    """What it is an instance of cannot be asked."""
+
+    __class__ = property(exit_)
+
+
+class BadToLookAt:
+    def __getattribute__(self, name):
+        raise Beyond(name)
+
+
+class Pairs(Dataset):
+    """For the default collation, which asks what the first sample is."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return (index, self.kind()) if index in (BAD - 1, BAD) else index
+
+
+class StreamOfPairs(Pairs, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(LENGTH))
+
+
+@pytest.mark.parametrize("kind", [BadKind, BadToLookAt])
+@pytest.mark.parametrize("dataset", [Pairs, StreamOfPairs])
+def test_a_sample_that_cannot_be_asked_what_it_is(kind, dataset):
+    """Torch's collation asks it, too: what it raises there reaches the user."""
+    found = outcomes(DataLoader(dataset(kind), batch_size=2, num_workers=1))
+    assert [found[0], *found[2:]] == [[0, 1], [4, 5], [6, 7]]
+    assert found[1] in (Beyond, SampleError)
+
+
 class BadIndex(int):
     __repr__ = __str__ = __format__ = refuse
 

@@ -80,7 +80,7 @@ class Overseer:
                 self._functions = {kind: self._into_slot(function) for kind, function in functions.items()}
             plain = (self._untouched and type(first) in _LEAVES) or self._is_plain(first, _DEPTH)
             return self._functions if plain else None
-        except Exception:  # code of the user's: __eq__ of a function, __hash__ of a type, __instancecheck__
+        except BaseException:  # code of the user's: __eq__ of a function, __hash__ of a type, __class__ of a sample
             return None
 
     def _may(self, function: Any) -> bool:

@@ -25,7 +25,7 @@ from holdfast.loader.collating import Functions, Overseer, is_plain_torch, is_to
 from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
-from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sure
 from holdfast.local import birth
 from holdfast.local.pulse import KEPT_APART, Pulse
 from holdfast.local.raised import Raised
@@ -299,10 +299,12 @@ class LoaderJob:
             return reply._replace(spec_bytes=End.NOT_KNOWN)
         try:
             moved = carried.moved()
-            if moved:
+            if moved and not carried.lost:
                 desk.space().put(memoryview(moved))
         except BaseException:  # user code again, or more than a slot holds
-            return reply
+            carried.lost = True
+        if carried.lost:
+            return reply._replace(spec_bytes=End.LOST)
         return reply._replace(where=len(moved), spec_bytes=End.KNOWN)
 
     def _begin_stream(
@@ -332,13 +334,14 @@ class LoaderJob:
 
     def _moved(self) -> Moved:
         """What the last epoch has made of the dataset, if that was left."""
-        if self._carried is None or self._told_end:
+        carried = self._carried
+        if carried is None or self._told_end:
             return None
         try:
-            moved = self._carried.moved()
+            moved = carried.moved()
         except BaseException:  # user code
-            return False
-        return moved if self._carried.all else False
+            return b"", Sure.LOST
+        return moved, Sure.LOST if carried.lost else Sure.SEEN if carried.sure else Sure.NOT_SEEN
 
     def _bring(self, moved: bytes) -> None:
         """The dataset to where whole epochs of an earlier life have brought it."""

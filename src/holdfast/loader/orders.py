@@ -16,7 +16,8 @@ from holdfast.core.messages import Send
 from holdfast.core.task import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.loader import seeds
-from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot, Sure
+from holdfast.local.wire import End
 from holdfast.policy import Policy
 
 # Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.
@@ -45,29 +46,33 @@ class Orders:
         self._settled: set[int] = set()  # workers whose dataset a whole epoch leaves as it found it
         self._left: dict[int, list[Left]] = {}  # worker -> epochs since then that have moved it
 
-    def leave(self, streams: Mapping[int, int], ends: Mapping[int, bytes | None]) -> None:
+    def leave(self, streams: Mapping[int, int], ends: Mapping[int, bytes | End]) -> None:
         """An epoch is over. `streams`: worker -> batches it has given, where its stream has not come to an end.
-        `ends`: what has become of the dataset where it has; nothing if it is as before, None if that is not known.
+        `ends`: what has become of the dataset where it has; nothing if it is as before, or why that is not said.
         """
         for worker in range(len(self._marks)):
+            end = ends.get(worker)
             if worker in streams:
                 self._leave(worker, streams[worker])
-            elif ends.get(worker, b"") is None and worker not in self._settled:
+            elif end is End.LOST or (end is End.NOT_KNOWN and worker not in self._settled):
                 self._left.setdefault(worker, []).append((self._seed, WHOLE, 0, None))
             else:
                 self._left.pop(worker, None)
-                self._end(worker, ends.get(worker))
+                self._end(worker, end if isinstance(end, bytes) else None)
 
     def began(self, worker: int, moved: Moved) -> None:
         """The first batch of an epoch has come, and with it what the ones before have made of the dataset."""
         if moved is None:
             return
-        if moved:
-            self._moved[worker] = moved
-            self._settled.discard(worker)
+        packed, sure = moved
+        if sure is Sure.LOST:
+            return  # a next life goes through all of them
         left = self._left.pop(worker, [])
-        if moved is False and any(snapshot for *_, snapshot in left):
+        if sure is Sure.NOT_SEEN and any(snapshot for *_, snapshot in left):
             self._left[worker] = left[-1:]
+        elif packed:
+            self._moved[worker] = packed
+            self._settled.discard(worker)
 
     def _leave(self, worker: int, number: int) -> None:
         left = (self._seed, number, self._marks[worker], self.snapshots.get(worker))

@@ -33,7 +33,7 @@ class Answers:
         lifelines: Sequence[Lifeline | None],
         marks: list[int],
         items: dict[int, int],
-        ends: dict[int, bytes | None],
+        ends: dict[int, bytes | End],
         journals: Journals,
     ) -> None:
         self._lifelines = lifelines
@@ -111,7 +111,8 @@ class Answers:
                 if task >= self._floor:
                     self._items[worker] = buffers
                     if spec_bytes:
-                        self._ends[worker] = line.slots.copy(slot, where) if spec_bytes == End.KNOWN else None
+                        end = End(spec_bytes)
+                        self._ends[worker] = line.slots.copy(slot, where) if end is End.KNOWN else end
                 if slot >= 0:
                     line.slots.used(slot, where)
                     line.slots.put_back(slot)

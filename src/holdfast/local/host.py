@@ -29,6 +29,7 @@ from holdfast.local.pulse import ASKED, FLOOR, LIFE, PAGE, WANTED, Pulse
 from holdfast.local.room import RoomWatch
 from holdfast.local.vigil import Vigil
 from holdfast.local.wire import (
+    End,
     EndLife,
     KeeperSignalled,
     KeeperUp,
@@ -89,7 +90,7 @@ class LocalHost:
         self._lifelines: list[Lifeline | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
-        self.ends: dict[int, bytes | None] = {}  # and what they say at their end; None where they say it is not known
+        self.ends: dict[int, bytes | End] = {}  # and what they say at their end, or why they do not
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self.resting = False  # it waits, and nothing is half done: what a signal handler raises now does no harm
