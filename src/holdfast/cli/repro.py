@@ -25,6 +25,7 @@ from holdfast.diagnose.runfolder import from_pickle, from_text
 from holdfast.loader.again import load_again
 from holdfast.local.birth import flush_output
 from holdfast.local.linux import die_with_parent, signal_name
+from holdfast.local.raised import shown
 
 # Findings of which the sample may end, or hang, the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -54,7 +55,7 @@ def run(chosen: argparse.Namespace) -> int:
         show(f"holdfast repro: {error}", sys.stderr)
         return 2
     show(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
-    show(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
+    show(f"loading index {shown(again.indices[-1])} of batch {again.batch} again, after the {again.position} before it")
     if chosen.pdb:
         return _debug(dataset, again)
     if incident["finding"].startswith(_DEADLY):

@@ -40,11 +40,16 @@ def to_text(indices: tuple[Any, ...]) -> str | None:
 
 
 def from_text(text: str) -> tuple[Any, ...]:
-    """Runs nothing, whoever wrote it. Raises ValueError for what is not a tuple of literals."""
+    """Runs nothing, whoever wrote it. Raises ValueError for what is not a tuple of literals, or cannot be shown."""
     try:
         indices = ast.literal_eval(text)
+        repr(indices)  # of a number like 0xffff... it may be too long for Python
     except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"no literal: {type(error).__name__}") from None
+    return _checked(indices)
+
+
+def _checked(indices: object) -> tuple[Any, ...]:
     if not isinstance(indices, tuple) or not indices:
         raise ValueError("no tuple of indices")
     return indices
@@ -85,8 +90,7 @@ def to_pickle(indices: tuple[Any, ...]) -> str | None:
 
 def from_pickle(text: str) -> tuple[Any, ...]:
     """Runs whatever its writer wants."""
-    indices: tuple[Any, ...] = pickle.loads(base64.b64decode(text))
-    return indices
+    return _checked(pickle.loads(base64.b64decode(text)))
 
 
 def _loadable(incident: dict[str, Any]) -> dict[str, Any]:

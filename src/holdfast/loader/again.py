@@ -6,7 +6,7 @@ from typing import Any
 from holdfast.diagnose.finding import Again
 from holdfast.errors import legible
 from holdfast.loader.seeds import Seeder
-from holdfast.local.raised import text_of
+from holdfast.local.raised import shown, text_of
 
 
 def load_again(dataset: Any, again: Again) -> Any:
@@ -17,6 +17,6 @@ def load_again(dataset: Any, again: Again) -> Any:
         try:
             dataset[index]
         except Exception as error:
-            said = f"(index {index!r}, before it, raised {type(error).__name__}: {text_of(error)})"
+            said = f"(index {shown(index)}, before it, raised {type(error).__name__}: {text_of(error)})"
             print(legible(said), file=sys.stderr)
     return dataset[wanted]
