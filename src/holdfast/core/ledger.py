@@ -385,8 +385,7 @@ class Ledger:
         position = on.position if on.spare else blamed_position(on)
         if on.spare and on.spare not in task.deadly:
             task.deadly = (*task.deadly, on.spare)
-        # Where the sample only raises, the worker says what it raised.
-        hopeless = position == WHOLE_TASK or (len(task.deadly) == SPARES and (not on.spare or position in task.bad))
+        hopeless = position == WHOLE_TASK or (self._policy.bad_sample == "replace" and _is_out_of_spares(task, on))
         if self._streams is not None or hopeless or self._policy.bad_sample == "raise":
             del worker.tasks[task.id]
             task.done = True
@@ -448,3 +447,11 @@ class Ledger:
         """It gets no more tasks, and a next life only if that many are allowed."""
         self._roster.let_go(worker)
         self._hands.close(worker)
+
+
+def _is_out_of_spares(task: Task, on: Place) -> bool:
+    """Nothing can be given for this sample. (If it only raises, its worker says so, and what it raised.)"""
+    known = on.position in task.bad
+    if not on.spare:
+        return known or len(task.deadly) == SPARES  # it is tried no more, so it was no spare that killed either
+    return known and len(task.deadly) == SPARES
