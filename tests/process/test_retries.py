@@ -49,6 +49,13 @@ def bad():
     raise OSError("bad")
 
 
+class Together(Trips):
+    """Gives many at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 ALWAYS = 1 << 30
 
 
@@ -300,6 +307,74 @@ def test_a_spare_that_kills_is_named_as_itself(tmp_path):
     spares = [incident.index for incident in loader.incidents if "another" in incident.did]
     assert spares and 3 not in spares
     assert len(loader.incidents) == 3 + len(spares)
+
+
+def replacements(loader):
+    """index -> (what happened to it, what stands in its place); each is told once."""
+    bad = loader.report().bad_samples
+    assert len({sample.index for sample in bad}) == len(bad) == loader.stats()["bad_samples"]
+    return {sample.index: (sample.error, sample.replaced_by) for sample in bad}
+
+
+@pytest.mark.parametrize("deaths", [0, 2], ids=["", "and-its-batch-dies-twice-more"])
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_a_spare_that_raises_is_no_bad_sample(seed, deaths, tmp_path):
+    """The first sample ends its worker, and those that are tried in its place raise: it is told once, with the last."""
+    loader = DataLoader(
+        Trips(tmp_path, deadly={0: ALWAYS, 6: deaths}, raising=dict.fromkeys(range(1, 5), ALWAYS), exits=True),
+        batch_size=8,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(seed),
+        policy=Policy(bad_sample="replace", strikes=3 if deaths else 1, max_bad=1.0),
+    )
+    got = flat(loader)
+    found = replacements(loader)
+    assert sorted(found) == [*range(5)] and got[5:] == [*range(5, 40)]
+    assert got[:5] == [found[index][1] for index in range(5)] and {*got[:5]} <= {5, 6, 7}
+    assert "exited with code 3" in found[0][0]
+    assert all(found[index][0] == f"OSError: sample {index} is bad" for index in range(1, 5))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["", "getitems"])
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_a_spare_that_kills_is_not_the_fault_of_what_it_replaces(seed, together, tmp_path):
+    """A sample raises, and what is tried in its place ends the worker: each is told once, with what it did itself."""
+    dataset = (Together if together else Trips)(
+        tmp_path, deadly=dict.fromkeys((1, 2, 3), ALWAYS), raising={0: ALWAYS}, exits=True
+    )
+    loader = DataLoader(
+        dataset,
+        batch_size=6,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(seed),
+        policy=Policy(bad_sample="replace", strikes=2, max_bad=1.0),
+    )
+    got = flat(loader)
+    found = replacements(loader)
+    assert sorted(found) == [0, 1, 2, 3] and got[4:] == [*range(4, 40)]
+    assert got[:4] == [found[index][1] for index in range(4)] and {*got[:4]} <= {4, 5}
+    assert found[0][0] == "OSError: sample 0 is bad"
+    assert all("exited with code 3" in found[index][0] for index in (1, 2, 3))
+    deaths = [incident for incident in loader.incidents if incident.finding != "sample-raised"]
+    assert all(incident.index in (1, 2, 3) or together for incident in deaths)
+    assert [i.index for i in deaths if "replaced" in i.did] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["kills", "raises"])
+def test_what_replaces_a_sample_is_told_without_batches(kind, tmp_path):
+    """batch_size=None: the spare is loaded in the place of the one sample."""
+    bad = dict.fromkeys([5], ALWAYS)
+    loader = DataLoader(
+        Trips(tmp_path, deadly=bad if kind == "kills" else {}, raising=bad, exits=True),
+        batch_size=None,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(1),
+        policy=Policy(bad_sample="replace", strikes=2, max_bad=1.0),
+    )
+    got = list(loader)
+    ((error, spare),) = replacements(loader).values()
+    assert got == [*range(5), spare, *range(6, 40)] and spare in range(5)
+    assert ("exited" in error) == (kind == "kills")
 
 
 def test_a_batch_of_which_nothing_can_be_loaded_is_given_up(tmp_path):

@@ -86,6 +86,7 @@ class Hands:
             task.alone,
             task.number,
             task.stay,
+            task.deadly,
         )
 
     def _pass_on(self, worker: Worker, task: Task) -> Sequence[Action]:

@@ -22,7 +22,7 @@ from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.carried import Carried
 from holdfast.loader.collating import Functions, Overseer, is_plain_torch, is_torchs
-from holdfast.loader.fetch import Draw, Failed, MapFetcher, Trouble, everything
+from holdfast.loader.fetch import GIVEN, Draw, Failed, MapFetcher, Trouble, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.sendable import explain_unsendable
 from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sure
@@ -150,8 +150,8 @@ def _one_thread() -> None:
 
 
 def _bad(troubles: list[Trouble]) -> int:
-    """How many samples are missing or replaced."""
-    return sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
+    """How many samples are missing or replaced, of which nobody knows yet."""
+    return sum(trouble.fate not in ("retried", GIVEN) for trouble in troubles) if troubles else 0
 
 
 class LoaderJob:

@@ -157,11 +157,13 @@ class Orders:
         if not send.attempt:
             return first
         seed, number, _, _, asked, positions, _, spares = pickle.loads(first)
-        if send.bad:
-            asked, positions = self._without(asked, send.bad, spares)
-            if self._skips:
-                self._missing[send.task] = len(set(send.bad))
-        return pickle.dumps((seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
+        if send.bad and self._skips:
+            asked = list(asked)
+            positions = [i for i in range(len(asked)) if i not in send.bad]
+            asked = [asked[i] for i in positions]
+            self._missing[send.task] = len(set(send.bad))
+        draw = send.stay, asked, positions, send.alone, spares, send.bad, send.deadly
+        return pickle.dumps((seed, number, send.attempt, *draw), 5)
 
     def _place_of(self, send: Send) -> Place | None:
         """Where its stream is, for a life that does not know."""
@@ -176,15 +178,3 @@ class Orders:
         chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
         count = len(self._given)
         return [self._given[chooser.randrange(count)] for _ in range(SPARES)] if count else []
-
-    def _without(self, asked: Any, bad: tuple[int, ...], spares: Any) -> tuple[Any, Any]:
-        """The indices less those that kill, or with others in their place; and the positions they stand at."""
-        if not self._auto_collation:
-            return (spares[(len(bad) - 1) % len(spares)] if spares else asked), None
-        asked = list(asked)
-        if self._replaces:
-            for position in set(bad):
-                asked[position] = spares[(bad.count(position) - 1) % len(spares)]
-            return asked, None
-        positions = [i for i in range(len(asked)) if i not in bad]
-        return [asked[i] for i in positions], positions

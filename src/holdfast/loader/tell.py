@@ -13,7 +13,7 @@ from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.diagnose.voice import Voice
 from holdfast.errors import TooManyBad, WorkerLost
-from holdfast.loader.fetch import Failure, Trouble
+from holdfast.loader.fetch import GIVEN, Failure, Trouble
 from holdfast.loader.gate import Refusal
 from holdfast.local.evidence import Evidence
 from holdfast.local.raised import Raised, to_raise
@@ -45,6 +45,7 @@ class Teller(Voice):
         self._pid_of = pid_of
         self._parts = parts
         self._told_refusal = False
+        self._given_up: dict[tuple[int, int], int] = {}  # (task, position) -> which of the record's bad samples
         self.first_task = 0  # of this epoch: batches are numbered from it
 
     def name(self, task: int, position: int) -> dict[str, Any]:
@@ -60,7 +61,9 @@ class Teller(Voice):
             note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
         super().incident(note)
         if isinstance(note, Note) and note.did.startswith(GIVEN_UP) and not note.spare:
-            case = self.death(note)
+            case, on = self.death(note), note.event.on
+            if on is not None:
+                self._given_up[on.task, on.position] = len(self.record.bad_samples)
             self.record.add_bad(BadSample(case.index, case.task or 0, incident_of(case).headline, note.strike))
 
     def death(self, note: Note) -> Case:
@@ -75,9 +78,7 @@ class Teller(Voice):
         note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
         case = self.death(note)
         incident = incident_of(case)
-        if (
-            lost.position >= 0 and self.policy.bad_sample != "replace"
-        ):  # (then it was told of, before others were tried)
+        if lost.position >= 0 and (lost.task, lost.position) not in self._given_up:  # (that was told of then)
             batch = lost.task - self.first_task
             self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
@@ -115,7 +116,10 @@ class Teller(Voice):
             self.trouble(trouble, batch, worker)
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
-        """A sample raised, and the policy dealt with it."""
+        """A sample raised, and the policy dealt with it; or there is one in the place of another that has killed."""
+        if trouble.fate == GIVEN:
+            self._given(trouble, batch)
+            return
         self.record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
@@ -133,6 +137,13 @@ class Teller(Voice):
                 did=_DID[trouble.fate],
             )
         )
+
+    def _given(self, trouble: Trouble, batch: int) -> None:
+        """What its workers' deaths did not tell: what stands in its place."""
+        bad = self.record.bad_samples
+        number = self._given_up.pop((batch + self.first_task, trouble.position), len(bad))
+        if number < len(bad):
+            bad[number] = replace(bad[number], replaced_by=trouble.replaced_by)
 
     def failure(self, failure: Failure, batch: int, worker: int) -> BaseException:
         """User code raised, and the policy is to say so: the exception to raise."""
@@ -167,7 +178,7 @@ class Teller(Voice):
         """Going on would not help: the exception to raise."""
         event = stop.event
         if isinstance(event, Exited):
-            case = self.death(Note(event, "gave up", 0, 0))
+            case = self.death(Note(event, "gave up", 0, 0, 0 if event.on is None else event.on.spare))
             incident = incident_of(case)
             text = f"{self.gave_up(event)}\n{incident}"
             return WorkerLost(text, case.index, case.worker, incident.stage, incident.stack or None)
