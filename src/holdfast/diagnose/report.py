@@ -24,6 +24,8 @@ from holdfast.local.raised import shown
 SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
+# Letters of a text, and of a stack, in each: an exception may say megabytes, and all that is kept, logged and written.
+_TEXT, _STACK = 4000, 40_000
 _EXAMPLES = 5
 _OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker.py")
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
@@ -108,10 +110,10 @@ def incident_of(case: Case) -> Incident:
 def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
     """One that is diagnosed already."""
     return Incident(
-        headline=headline,
+        headline=_at_most(headline, _TEXT),
         finding=finding.name,
-        says=finding.says,
-        seen=(*finding.seen, *what_it_had(finding.name, case.evidence)),
+        says=_at_most(finding.says, _TEXT),
+        seen=tuple(_at_most(fact, _TEXT) for fact in (*finding.seen, *what_it_had(finding.name, case.evidence))),
         did=case.did,
         advice=finding.advice,
         confidence=finding.confidence,
@@ -124,12 +126,21 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         attempt=case.attempt,
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=stack,
+        stack=_end_of(stack, _STACK),
         again=case.again,
         at=case.at,
         call=case.call,
         evidence=_without_stack(case.evidence),
     )
+
+
+def _at_most(text: str, letters: int) -> str:
+    return text if len(text) <= letters else f"{text[:letters]}... ({len(text) - letters} more letters)"
+
+
+def _end_of(text: str, letters: int) -> str:
+    """A stack says most in its last lines."""
+    return text if len(text) <= letters else f"({len(text) - letters} letters before) ...{text[-letters:]}"
 
 
 def _without_stack(evidence: Evidence | None) -> Evidence | None:
@@ -306,7 +317,7 @@ class Record:
     def add_bad(self, bad: BadSample) -> None:
         self.counts["bad_samples"] += 1
         if len(self.bad_samples) < KEPT:
-            self.bad_samples.append(bad)
+            self.bad_samples.append(replace(bad, error=_at_most(bad.error, _TEXT)))
 
 
 def _of_loader(stats: dict[str, Any]) -> str:
