@@ -25,6 +25,7 @@ from typing import Any
 from holdfast.launch.rank_main import Card, live
 from holdfast.launch.shipped_function import ShippedFunction, main_has_a_file
 from holdfast.system import linux
+from holdfast.system.signals import LoggingFree
 
 # How often is looked where nothing wakes us.
 LOOK_S = 0.005
@@ -61,7 +62,7 @@ class _Reaped(popen_fork.Popen):
 
     def _launch(self, process: BaseProcess) -> None:
         linux.need_descriptors(FORKING)
-        with _interrupts_kept():
+        with _interrupts_kept(), LoggingFree():
             super()._launch(process)  # type: ignore[misc]
 
     def _keep_pidfd(self) -> None:
