@@ -25,6 +25,7 @@ from typing import Any
 
 from holdfast.local import linux, raised
 from holdfast.local.cradle import Orders
+from holdfast.local.handlers import locks_given_back
 from holdfast.local.keeper import Keeper, note_signals_only
 from holdfast.local.oom import OomWatch
 from holdfast.local.pulse import Pulse
@@ -183,7 +184,8 @@ def fork_keeper(orders: Orders, job: Job) -> int:
     try:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
-            pid = os.fork()
+            with locks_given_back():
+                pid = os.fork()
             if pid == 0:
                 _keep(orders, job, before)
         finally:

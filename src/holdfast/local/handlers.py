@@ -7,6 +7,8 @@ trainer's raised (an alarm, a scheduler's warning) may come out of any line, and
 import functools
 import logging
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -49,19 +51,25 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def warn(line: str) -> None:
-    """One line in the log.
+    """One line in the log."""
+    with locks_given_back():
+        log.warning("%s", line)
+
+
+@contextmanager
+def locks_given_back() -> Iterator[None]:
+    """Around a line for the log, or a fork: logging takes its lock in a hook there.
 
     Until Python 3.12 a handler that raises while logging takes a lock leaves it taken for ever: the next thread that
-    logs would hang, a pool's for example. So what this call took and did not give back is given back.
+    logs would hang, a pool's for example. So what was taken here and not given back is given back.
     """
     before = [lock for lock in _locks_of_logging() if lock._is_owned()]
     try:
-        log.warning("%s", line)
-    except BaseException:
+        yield
+    finally:
         for lock in _locks_of_logging():
             while lock._is_owned() and lock not in before:
                 lock.release()
-        raise
 
 
 def _locks_of_logging() -> list[Any]:
