@@ -380,3 +380,31 @@ def test_a_handler_that_raises_in_the_hook_of_logging_leaves_no_lock_taken():
     command = [sys.executable, "-c", LOCKED]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ran.stdout == "False\nFalse\n", ran.stderr[-4000:]
+
+
+WAITING = """
+import holdfast
+from tests import conftest
+from tests.interrupt import Alarm, Interrupt, handler_raises
+from tests.process import ranks
+cut = 0
+for moment in range(1, 161, 4):
+    context = holdfast.spawn(ranks.nothing, nprocs=1, join=False, start_method="fork")
+    try:
+        with handler_raises(Alarm), Interrupt(moment):
+            context.stop()
+    except Alarm:
+        cut += 1
+    try:
+        context.join()
+    except KeyboardInterrupt:  # they were stopped
+        pass
+print(cut > 15, conftest.children())
+"""
+
+
+def test_a_handler_that_raises_while_the_end_of_ranks_is_awaited_leaves_no_lock_taken():
+    """At whatever moment: who waits once more hears of the end."""
+    command = [sys.executable, "-c", WAITING]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.stdout == "True set()\n", ran.stderr[-4000:]
