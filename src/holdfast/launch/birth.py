@@ -25,7 +25,7 @@ from typing import Any
 from holdfast.launch.parcel import Parcel, main_has_a_file
 from holdfast.launch.rank import Card, live
 from holdfast.local import linux
-from holdfast.local.handlers import LoggingFree
+from holdfast.local.handlers import LoggingFree, raised_by_handler
 
 # How often is looked where nothing wakes us.
 LOOK_S = 0.005
@@ -144,7 +144,8 @@ def _interrupts_kept() -> Iterator[None]:
 
     def keep(unraisable: Any) -> None:
         error = unraisable.exc_value
-        if os.getpid() == owner and error is not None and not isinstance(error, Exception):
+        meant = error is not None and (not isinstance(error, Exception) or raised_by_handler(error))
+        if os.getpid() == owner and meant:
             lost.append(error)
         else:
             before(unraisable)
