@@ -157,6 +157,44 @@ def test_ranks_that_get_too_few_descriptors_say_emfile_and_leave_nothing(method)
     say_emfile(errors_until_it_works(lambda: holdfast.spawn(ranks.nothing, nprocs=2, start_method=method)))
 
 
+REFUSED = """
+import os, resource
+import holdfast
+from tests.conftest import descriptors
+from tests.process import ranks
+
+def loader():
+    list(holdfast.DataLoader(range(4), num_workers=1, multiprocessing_context="fork"))
+
+def pool():
+    holdfast.Pool(1, "fork").submit(abs, -1).result(30)
+
+def spawn():
+    holdfast.spawn(ranks.nothing, nprocs=2, start_method="fork")
+
+for start in loader, pool, spawn:
+    start()  # whatever is imported once and for all is there from now on
+os.setuid(54321)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+for start in loader, pool, spawn:
+    before = descriptors()
+    try:
+        start()
+    except BlockingIOError as error:
+        print(start.__name__, error.errno, any("threads-max" in note for note in error.__notes__))
+    assert set(descriptors().items()) <= set(before.items()), (start.__name__, before, descriptors())
+"""
+
+
+def test_a_start_that_gets_no_process_says_eagain_and_leaves_nothing():
+    """Where the user may have no more processes. For root there is no such limit."""
+    if os.getuid():
+        pytest.skip("only root can become a user with no other processes")
+    ran = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120, check=False)
+    said = "".join(f"{name} {errno.EAGAIN} True\n" for name in ("loader", "pool", "spawn"))
+    assert (ran.stdout, ran.returncode) == (said, 0), ran.stderr[-4000:]
+
+
 def test_to_ask_for_descriptors_takes_none_whatever_interrupts_it():
     """An interrupt may come at any moment; and who is told that there are too few may open those that there are."""
     linux.need_descriptors(3)
