@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import sys
 import time
 
@@ -9,10 +10,12 @@ import pytest
 
 import holdfast
 from holdfast import Pool
+from holdfast.shm import forks
 
+from ..conftest import children
 from ..interrupt import Alarm, Interrupt, handler_raises
 from ..process import calls, ranks
-from ..process.data import Numbers
+from ..process.data import Images, Numbers
 from .interrupts import ROWS, exact, timed
 
 # Python prints what is raised in the callback of a weak reference, and goes on. So do we.
@@ -54,6 +57,32 @@ def test_a_handler_that_raises_inside_logging_while_we_fork_leaves_no_lock_taken
         if cut.seen < at:
             break
     assert at > 10 or sys.version_info >= (3, 13)  # where no Python function takes it
+
+
+def test_a_handler_that_raises_in_our_hooks_while_somebody_forks_lets_slots_come_back(monkeypatch):
+    """Nothing that is lent comes back while a fork is under way: we must hear of its end."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    iterator = iter(holdfast.DataLoader(Images(6, 300), batch_size=1, num_workers=1, multiprocessing_context="fork"))
+    batch = next(iterator)
+    slots = iterator._host._channels[0].slots
+    assert slots.lent
+    before = children()
+    for at in itertools.count(1):
+        try:
+            with handler_raises(Alarm), Interrupt(at, forks.__file__) as cut:
+                if os.fork() == 0:
+                    os._exit(0)
+        except Alarm:
+            pass
+        for child in children() - before:
+            os.waitpid(child, 0)
+        assert None not in slots._guards.values(), f"at bytecode {at}"
+        assert all(fork.done for fork in itertools.chain(*forks._guards.values())), f"at bytecode {at}"
+        if cut.seen < at:
+            break
+    assert at > 100
+    del batch
+    assert len(list(iterator)) == 5
 
 
 # Pools ---------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import stat
 import time
 from collections.abc import Callable
@@ -232,13 +233,15 @@ class _Bounded:
 # Folders and files that are their user's alone: what Holdfast keeps of a run, and what ranks print.
 #
 # A folder that we make is 0700, with those above it that were missing. One that was there must belong to us or to root:
-# any other owner may put what he likes in the place of our files. If it is ours and open to others, it becomes 0700, too,
-# unless they use it: /tmp, where root runs the training. Files are 0600, whatever the umask. What others may have put
-# where a file goes (a link, a pipe) is never written to.
+# any other owner may put what he likes in the place of our files. If it is ours, open to others, and holds nothing but
+# files of Holdfast, it becomes 0700, too; one that holds other things (a project, /tmp) keeps its rights. Files are 0600,
+# whatever the umask. What others may have put where a file goes (a link, a pipe) is never written to.
 
 
 _FOLDER, _FILE = 0o700, 0o600
 _OTHERS = 0o077
+# What a run folder and a `log_dir` hold: see RunFolder and launch/output.py.
+_OURS = re.compile(r"(?:incidents|stats)-\d+-\d+\.(?:jsonl|json|draft|dataset)|rank-\d+-attempt-\d+\.log")
 # O_NONBLOCK: a pipe without a reader is an error, not a wait for ever. It means nothing to a regular file.
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Folders that were found open to others, by device, inode and rights: what was done about one is said once.
@@ -303,10 +306,10 @@ def _narrow(folder: int, about: os.stat_result, path: Path) -> None:
     _found.add(known)
     here, rights = f"/proc/self/fd/{folder}", stat.S_IMODE(about.st_mode)
     try:
-        if rights & stat.S_ISVTX or os.path.samestat(about, os.stat("/")) or _others_have_files_in(here):
+        if rights & stat.S_ISVTX or _holds_other_things(here):
             warn(
-                f"{path} is open to other users ({rights:04o}), who use it, too: it keeps its rights, and the files of "
-                "Holdfast there are 0600; better name a folder of your own"
+                f"{path} is open to other users ({rights:04o}) and holds more than files of Holdfast: it keeps its "
+                "rights, and the files of Holdfast there are 0600; better name a folder of its own"
             )
             return
         os.chmod(here, rights & ~_OTHERS)
@@ -315,11 +318,12 @@ def _narrow(folder: int, about: os.stat_result, path: Path) -> None:
         warn(f"{path} is open to other users ({rights:04o}) and cannot be made yours alone: {error}")
 
 
-def _others_have_files_in(folder: str) -> bool:
+def _holds_other_things(folder: str) -> bool:
+    """Anything but files of ours, by name and owner."""
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # it has just gone
-                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                if not _OURS.fullmatch(entry.name) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     return True
     return False
 
