@@ -27,6 +27,7 @@ from holdfast.system.signals import raised_by_handler
 T = TypeVar("T")
 # Letters of a text, and of a traceback, that fit the smallest slot many times.
 _BRIEF = 20_000
+_FACTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,17 @@ class Raised:
     """The dataset's transform that it came out of, if it came out of one."""
 
     def brief(self) -> "Raised":
-        """Without the exception itself, for where there is no room for it."""
-        return replace(self, text=self.text[:_BRIEF], traceback=self.traceback[-_BRIEF:], pickled=None, parts=None)
+        """Without the exception itself, for where there is no room for it. A file's name may be long, or a class's."""
+        return replace(
+            self,
+            type_name=self.type_name[:_BRIEF],
+            text=self.text[:_BRIEF],
+            traceback=self.traceback[-_BRIEF:],
+            pickled=None,
+            parts=None,
+            facts=tuple(fact[:_BRIEF] for fact in self.facts[:_FACTS]),
+            transform=self.transform[:_BRIEF],
+        )
 
 
 def capture(error: BaseException, facts: tuple[str, ...] = (), catch: type[BaseException] = BaseException) -> Raised:

@@ -38,6 +38,7 @@ from holdfast.core.messages import (
     Start,
     Stop,
 )
+from holdfast.core.roster import SPARES
 from holdfast.policy import Policy
 
 DEATHS = [
@@ -83,6 +84,7 @@ class Schedules(RuleBasedStateMachine):
         self.held = {w: [] for w in range(workers)}  # tasks on their way to, or in, each worker
         self.sends = {}  # task -> last Send
         self.begun = {}  # task -> positions begun by some life
+        self.spares = {}  # task -> those that some life has tried
         self.ended = {}  # task -> how
         self.drawn = 0
         self.clock = 0.0
@@ -107,6 +109,7 @@ class Schedules(RuleBasedStateMachine):
                     self.sends[task] = action
                     for position in action.bad:
                         assert position in self.begun.get(task, ()), "blamed without having begun"
+                    assert {*action.deadly} <= self.spares.get(task, set()) - {0}, "blamed without having been tried"
                 case Deliver(task, result):
                     self.end(task, "delivered")
                     assert not isinstance(result, Short), "each stream was as long as its worker said"
@@ -178,7 +181,11 @@ class Schedules(RuleBasedStateMachine):
         place = Place(-1, 0, stage, 0.0)
         if held and stage >= Stage.FETCH:
             position = data.draw(st.integers(0, 3))
-            place = Place(held[0], position, stage, min(wait, 0.01))
+            spares = (
+                st.integers(0, SPARES) if stage is Stage.FETCH and self.policy.bad_sample == "replace" else st.just(0)
+            )
+            place = Place(held[0], position, stage, min(wait, 0.01), data.draw(spares))
+            self.spares.setdefault(held[0], set()).add(place.spare)
             self.begun.setdefault(held[0], set()).add(position)
         self.held[worker] = []
         life = self.lives[worker]

@@ -85,13 +85,14 @@ def test_the_script_is_main_and_its_loader_is_ours(tmp_path, method):
         assert isinstance(loader, torch.utils.data.DataLoader)
         assert type(loader).__mro__[1].__module__ == "holdfast.loader.dataloader"
         assert torch.utils.data.dataloader.DataLoader is DataLoader
-        print([batch.tolist() for batch in loader], loader.policy.bad_sample, loader.policy.sample_timeout)
+        policy = loader._holdfast_policy
+        print([batch.tolist() for batch in loader], policy.bad_sample, policy.sample_timeout, hasattr(loader, "policy"))
     """
     options = ("--bad-sample", "skip", "--sample-timeout", "30")
     with running(tmp_path, body, *options, given=("--lr", "0.1", "--retries")) as process:
         status, out, err = ended(process)
     assert status == 0, err
-    assert out.strip() == "[[0, 1, 2, 3], [4, 6, 7]] skip 30.0"
+    assert out.strip() == "[[0, 1, 2, 3], [4, 6, 7]] skip 30.0 False"
 
 
 def test_a_module_runs_as_well(tmp_path):

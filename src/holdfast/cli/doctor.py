@@ -30,6 +30,7 @@ from holdfast.diagnose.libraries import check_process, native_threads, open_file
 from holdfast.diagnose.machine import Machine, read_machine
 from holdfast.errors import legible
 from holdfast.loader.probe import probe
+from holdfast.pool.progress import is_terminal
 
 SCHEMA = 1
 _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
@@ -226,7 +227,7 @@ def _names(place: Any) -> str:
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Any]:
     """One line on stderr; on a terminal it counts, and goes when done."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         print(f"trying samples of {name} in a supervised worker", file=sys.stderr, flush=True)
         yield lambda done, total: None
         return
@@ -267,7 +268,7 @@ def _number(count: int, word: str) -> str:
 
 def _draw_check(check: Check) -> None:
     verdict = check.verdict.ljust(7)
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+    if is_terminal(sys.stdout) and not os.environ.get("NO_COLOR"):
         verdict = f"\033[{_COLOURS[check.verdict]}m{verdict}\033[0m"
     print(f"  {verdict}  {check.name.ljust(_NAME_WIDTH)} {legible(check.says)}")
     if check.verdict == "ok":

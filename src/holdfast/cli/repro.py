@@ -25,7 +25,7 @@ from holdfast.diagnose.run_folder import from_pickle, from_text
 from holdfast.errors import legible
 from holdfast.loader.seeds import Seeder
 from holdfast.local.trainer.keeper_birth import flush_output
-from holdfast.remote_exception import text_of
+from holdfast.remote_exception import shown, text_of
 from holdfast.system.linux import die_with_parent, signal_name
 
 # Findings of which the sample may end, or hang, the process that loads it.
@@ -56,7 +56,7 @@ def run(chosen: argparse.Namespace) -> int:
         show(f"holdfast repro: {error}", sys.stderr)
         return 2
     show(f"{incident['headline']}\n  {incident['finding']}: {incident['says']}")
-    show(f"loading index {again.indices[-1]!r} of batch {again.batch} again, after the {again.position} before it")
+    show(f"loading index {shown(again.indices[-1])} of batch {again.batch} again, after the {again.position} before it")
     if chosen.pdb:
         return _debug(dataset, again)
     if incident["finding"].startswith(_DEADLY):
@@ -183,6 +183,6 @@ def load_again(dataset: Any, again: Again) -> Any:
         try:
             dataset[index]
         except Exception as error:
-            said = f"(index {index!r}, before it, raised {type(error).__name__}: {text_of(error)})"
+            said = f"(index {shown(index)}, before it, raised {type(error).__name__}: {text_of(error)})"
             print(legible(said), file=sys.stderr)
     return dataset[wanted]

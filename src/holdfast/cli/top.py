@@ -6,6 +6,7 @@ Reads what they write there once a second; starts and disturbs nothing.
 import argparse
 import json
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from holdfast.errors import HoldfastError
 
 # One that has written nothing for so long is in the middle of something long, or over.
 _STALE_S = 5.0
+# What a file that says something else than we wrote may raise when it is shown.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CLEAR = "\033[H\033[J"
 
 
@@ -34,13 +37,17 @@ def run(chosen: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise HoldfastError(f"there is no folder {folder}: was the training started with HOLDFAST_RUN_DIR={folder}?")
     if chosen.json:
-        json.dump(snapshots(folder), sys.stdout, indent=2)
-        print()
+        found, odd = snapshots(folder)
+        json.dump(found, sys.stdout, indent=2)
+        print(flush=True)
+        for line in odd:
+            show(f"holdfast top: {line}", sys.stderr)
         return 0
     before: dict[str, Any] = {}
     while True:
-        now = snapshots(folder)
-        text = "\n".join(lines_of(now, before, time.time())) or f"no loader or pool has written to {folder} yet"
+        now, odd = snapshots(folder)
+        lines = [*lines_of(now, before, time.time()), *odd]
+        text = "\n".join(lines) or f"no loader or pool has written to {folder} yet"
         if chosen.once:
             show(text)
             return 0
@@ -50,15 +57,30 @@ def run(chosen: argparse.Namespace) -> int:
         time.sleep(max(0.1, chosen.interval))
 
 
-def snapshots(folder: Path) -> list[dict[str, Any]]:
-    """What each loader and pool wrote last, the newest first."""
-    found = []
-    for path in folder.glob("stats-*.json"):
+def snapshots(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """What each loader and pool wrote last, the newest first; and a line for each file that cannot be shown."""
+    found, odd = [], []
+    for path in sorted(folder.glob("stats-*.json")):
         try:
-            found.append({"name": path.stem.removeprefix("stats-"), **json.loads(path.read_text())})
-        except (OSError, ValueError):
-            continue  # it goes, or is being replaced: the next look sees it
-    return sorted(found, key=lambda shot: -shot["at"])
+            found.append(_snapshot(path))
+        except FileNotFoundError:
+            continue  # it has just gone
+        except (OSError, *_NONSENSE) as error:
+            why = error.strerror if isinstance(error, OSError) else "no totals of a loader or pool"
+            odd.append(f"left out {path.name}: {why}")
+    return sorted(found, key=lambda shot: -shot["at"]), odd
+
+
+def _snapshot(path: Path) -> dict[str, Any]:
+    """One that can be shown, whoever wrote it. Raises one of `_NONSENSE` for any other."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("no plain file")
+    name = {"name": path.stem.removeprefix("stats-")}
+    shot: dict[str, Any] = name | json.loads(path.read_text()) | name
+    if not isinstance(shot.get("kind", ""), str):
+        raise ValueError("no kind of ours")
+    lines_of([shot], {}, time.time())
+    return shot
 
 
 def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) -> list[str]:
@@ -66,6 +88,8 @@ def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) ->
     lines: list[str] = []
     for shot in shots:
         stats, old = shot["stats"], before.get(shot["name"])
+        if old is not None and old.get("kind") != shot.get("kind"):
+            old = None
         age = now - shot["at"]
         state = "" if age < _STALE_S else f", silent for {age:.0f} s" + ("" if shot["running"] else ": ended")
         kind = shot.get("kind", "loader")

@@ -332,10 +332,10 @@ class Ledger:
         outcome, strike, needed = self._inquest.hold(event, worker, task, on)
         if outcome is AfterDeath.RENEW:
             return self._renew(event)
+        spare = 0 if task is None or on is None else on.spare
         if outcome is AfterDeath.STOP:
-            return [Note(event, "gave up: no progress", strike, needed), self._stop("restarts", event)]
+            return [Note(event, "gave up: no progress", strike, needed, spare), self._stop("restarts", event)]
         actions: list[Action] = []
-        spare = 0 if task is None or on is None else task.bad.count(blamed_position(on))
         if task is None or on is None:
             did = "started a new worker; no sample was being loaded"
         elif outcome is AfterDeath.BAD:
@@ -380,9 +380,10 @@ class Ledger:
 
     def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
         """A sample (or a whole batch) is bad: do with it what the policy says."""
-        position = blamed_position(on)
-        tried = task.bad.count(position)  # it is one in the place of that sample
-        hopeless = position == WHOLE_TASK or tried == SPARES
+        position = on.position if on.spare else blamed_position(on)
+        if on.spare and on.spare not in task.deadly:
+            task.deadly = (*task.deadly, on.spare)
+        hopeless = position == WHOLE_TASK or (self._policy.bad_sample == "replace" and _is_out_of_spares(task, on))
         if self._streams is not None or hopeless or self._policy.bad_sample == "raise":
             del worker.tasks[task.id]
             task.done = True
@@ -393,11 +394,13 @@ class Ledger:
             if task.lives is not None:
                 self._budget.progress()  # it is out of the way
             return "gave the batch up: next() raises for it", self._deliver()
+        if on.spare:
+            return "tried another in its place", []
         task.bad = (*task.bad, position)
-        self._breaker.bad += not tried
+        self._breaker.bad += 1
         actions = self._stop_for_bad() if self._breaker.is_open else []
         if self._policy.bad_sample == "replace":
-            return "tried another in its place" if tried else "replaced the sample", actions
+            return "replaced the sample", actions
         if len(task.bad) < task.samples:
             return "left the sample out", actions
         del worker.tasks[task.id]
@@ -442,3 +445,11 @@ class Ledger:
         """It gets no more tasks, and a next life only if that many are allowed."""
         self._roster.let_go(worker)
         self._dispatch.close(worker)
+
+
+def _is_out_of_spares(task: Task, on: Place) -> bool:
+    """Nothing can be given for this sample. (If it only raises, its worker says so, and what it raised.)"""
+    known = on.position in task.bad
+    if not on.spare:
+        return known or len(task.deadly) == SPARES  # it is tried no more, so it was no spare that killed either
+    return known and len(task.deadly) == SPARES

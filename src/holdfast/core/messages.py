@@ -51,12 +51,16 @@ class Leave(IntEnum):
 
 
 class Place(NamedTuple):
-    """What a worker was on, from its pulse."""
+    """What a worker was on, from its pulse.
+
+    `spare`: which sample in the place of that one, counted from 1; 0 for the sample itself.
+    """
 
     task: int
     position: int
     stage: Stage
     seconds: float
+    spare: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -210,9 +214,9 @@ class Release(NamedTuple):
 class Send(NamedTuple):
     """Hand a task to a worker.
 
-    `bad`: positions known to kill; leave them out or replace them. `alone`: load the samples one by one.
-    `number`: the batch's number in this worker's stream (iterable datasets). `stay`: up to this position
-    it must not leave for a fresh worker any more: that was tried.
+    `bad`: positions known to kill; leave them out or replace them, but by none of the `deadly` spares, counted from 1.
+    `alone`: load the samples one by one. `number`: the batch's number in this worker's stream (iterable datasets).
+    `stay`: up to this position it must not leave for a fresh worker any more: that was tried.
     """
 
     worker: int
@@ -223,6 +227,7 @@ class Send(NamedTuple):
     alone: bool
     number: int
     stay: int
+    deadly: tuple[int, ...] = ()
 
 
 class Retire(NamedTuple):

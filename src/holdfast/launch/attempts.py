@@ -8,8 +8,9 @@ import logging
 import multiprocessing
 import os
 import threading
+from _thread import allocate_lock
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -34,6 +35,29 @@ log = logging.getLogger("holdfast")
 # After Ctrl-C somebody is waiting at the terminal; a second one kills at once.
 INTERRUPTED_S = 5.0
 _METHODS = ("spawn", "fork", "forkserver")
+
+
+class _End:
+    """What threads wait for. A signal handler that raises inside threading.Event may leave its lock taken for ever."""
+
+    def __init__(self) -> None:
+        self._come = False
+        self._bells: list[Any] = []
+
+    def set(self) -> None:
+        self._come = True
+        while self._bells:
+            self._bells.pop().release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        bell = allocate_lock()
+        bell.acquire()
+        self._bells.append(bell)  # before the look: `set` comes after this, or was seen
+        try:
+            return self._come or bool(bell.acquire(timeout=-1 if timeout is None else max(0.0, timeout)))
+        finally:
+            with suppress(ValueError):
+                self._bells.remove(bell)
 
 
 class Ranks(ProcessContext):
@@ -64,7 +88,7 @@ class Ranks(ProcessContext):
         self._grace_s: float | None = None
         self._interrupted = False
         self._error: BaseException | None = None
-        self._over = threading.Event()
+        self._over = _End()
         self._claim = threading.Lock()  # taken once: by the thread as it begins, or by who gives the start up
         self._begun = ExitStack()  # ends what the attempt has begun
         self.attempt = 1

@@ -20,11 +20,12 @@ from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
 from multiprocessing.popen_forkserver import _DupFd as ServerDupFd
 from multiprocessing.popen_spawn_posix import _DupFd as SpawnDupFd
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.launch.rank_main import Card, live
 from holdfast.launch.shipped_function import ShippedFunction, main_has_a_file
 from holdfast.system import linux
+from holdfast.system.signals import LoggingFree, raised_by_handler
 
 # How often is looked where nothing wakes us.
 LOOK_S = 0.005
@@ -60,9 +61,28 @@ class _Reaped(popen_fork.Popen):
             raise
 
     def _launch(self, process: BaseProcess) -> None:
+        """As multiprocessing does, which leaves its pipes open where the system refuses a new process."""
         linux.need_descriptors(FORKING)
-        with _interrupts_kept():
-            super()._launch(process)  # type: ignore[misc]
+        self.finalizer = self._closing
+        self._fds += os.pipe()
+        self._fds += os.pipe()
+        self.sentinel, childs_end, childs_sentinel, end = self._fds
+        with _interrupts_kept(), LoggingFree():
+            self.pid = os.fork()
+            if self.pid == 0:
+                self._live(process, childs_sentinel, end)
+        for _ in (childs_end, childs_sentinel):
+            os.close(self._fds.pop(1))
+
+    def _live(self, process: Any, sentinel: int, end: int) -> NoReturn:
+        """In the child."""
+        code = 1
+        try:
+            os.close(self.sentinel)
+            os.close(end)
+            code = process._bootstrap(parent_sentinel=sentinel)
+        finally:
+            os._exit(code)
 
     def _keep_pidfd(self) -> None:
         if self.pidfd is not None and self.pidfd not in self._fds:
@@ -143,7 +163,8 @@ def _interrupts_kept() -> Iterator[None]:
 
     def keep(unraisable: Any) -> None:
         error = unraisable.exc_value
-        if os.getpid() == owner and error is not None and not isinstance(error, Exception):
+        meant = error is not None and (not isinstance(error, Exception) or raised_by_handler(error))
+        if os.getpid() == owner and meant:
             lost.append(error)
         else:
             before(unraisable)

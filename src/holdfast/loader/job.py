@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from torch.utils.data.graph_settings import apply_random_seed
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.collate_guard import CollateGuard, is_plain_torch, is_torchs
+from holdfast.loader.collate_guard import CollateGuard, Functions, is_plain_torch, is_torchs
 from holdfast.loader.dataset_changes import DatasetChanges
-from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, everything
+from holdfast.loader.fetch import GIVEN, Draw, MapFetcher, SampleFailed, Trouble, everything
 from holdfast.loader.journal import Journal
-from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sure
 from holdfast.loader.tree import explain_unsendable
 from holdfast.local.protocol.pulse import KEPT_APART, Pulse
 from holdfast.local.protocol.wire import Kind, StreamEnd
@@ -63,44 +62,57 @@ class Recipe:
 class SlotStack:
     """Stacks samples straight into the slot while torch's default collate runs; plainly otherwise.
 
-    It stands in for torch's own functions in `default_collate_fn_map`, which would put each batch into /dev/shm.
+    It stands in for torch's own function in `default_collate_fn_map`, which would put each batch into /dev/shm.
     Only the default collate, where no code of the user's comes by what it makes, writes into the slot: the user may
-    keep or change a batch, and the slot will be written again.
+    keep or change a batch, and the slot will be written again. Whoever else calls it meanwhile (a sample that is asked
+    for its parts, another thread) finds what stacks plainly.
     """
 
     def __init__(self) -> None:
         self.space: SlotSpace | None = None
-        self._thread = get_ident()
-        self._ours = self.tensors, self.arrays
-        self._guard = CollateGuard(self._ours)
+        self._functions: Functions | None = None
+        self._torch_default = torch_collate.default_collate
         self._torch_tensors = torch_collate.collate_tensor_fn
         self._torch_arrays = torch_collate.collate_numpy_array_fn
+        self._ours = self.tensors
+        in_slot: dict[Any, Callable[..., Any]] = {self._ours: self.tensors_in_slot}
+        if is_torchs(self._torch_arrays):
+            in_slot[self._torch_arrays] = self.arrays_in_slot
+        self._guard = CollateGuard(in_slot)
 
     def install(self) -> None:
-        """From now on default_collate comes here, unless the user put functions of their own in these places."""
+        """From now on default_collate comes here, unless the user put a function of their own in this place."""
         functions = torch_collate.default_collate_fn_map
-        theirs = self._torch_tensors, self._torch_arrays
-        for kind, own, ours in zip((torch.Tensor, np.ndarray), theirs, self._ours, strict=True):
-            present = functions.get(kind)
-            if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
-                functions[kind] = ours
+        present, own = functions.get(torch.Tensor), self._torch_tensors
+        if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
+            functions[torch.Tensor] = self._ours
 
     def open(self, claims: SlotClaims, samples: Any) -> None:
         """The batch of these samples may be stacked into the slot, until `close`."""
-        self.space = claims.space() if self._guard.sees_torch_alone(samples) else None
+        self._functions = self._guard.functions_for(samples)
+        self.space = None if self._functions is None else claims.space()
 
     def close(self) -> None:
-        self.space = None
+        self.space = self._functions = None
+
+    def collate(self, samples: Any) -> Any:
+        """default_collate; into the slot, if that is open."""
+        if self._functions is None:
+            return self._torch_default(samples)  # type: ignore[no-untyped-call]
+        return torch_collate.collate(samples, collate_fn_map=self._functions)
 
     def tensors(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        space = self.space if get_ident() == self._thread else None  # threads of the user's collate, too
-        if space is not None:
-            out = space.stacked(batch)
-            if out is not None:
-                return out
+        return self._tensors(batch, collate_fn_map, None)
+
+    def tensors_in_slot(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        space = self.space
+        out = None if space is None else space.stacked(batch)
+        return self._tensors(batch, collate_fn_map, space) if out is None else out
+
+    def _tensors(self, batch: Any, functions: Any, space: SlotSpace | None) -> torch.Tensor:
         first = batch[0]
         if first.is_nested or first.layout is not torch.strided:
-            return self._torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+            return self._torch_tensors(batch, collate_fn_map=functions)  # type: ignore[no-any-return]
         if not is_plain_torch(batch) or first.device.type != "cpu":
             return torch.stack(batch, 0)
         shape = len(batch), *first.shape
@@ -113,10 +125,10 @@ class SlotStack:
         except (Full, RuntimeError):
             return torch.stack(batch, 0)  # works (mixed dtypes, grad), or raises what the user must see
 
-    def arrays(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+    def arrays_in_slot(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
         dtype = TORCH_TWIN.get(first.dtype)
-        space = self.space if get_ident() == self._thread else None
+        space = self.space
         if space is not None and dtype is not None and type(first) is np.ndarray:
             try:
                 out = space.tensor(dtype, (len(batch), *first.shape))
@@ -138,8 +150,8 @@ def _one_thread() -> None:
 
 
 def _bad(troubles: list[Trouble]) -> int:
-    """How many samples are missing or replaced."""
-    return sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
+    """How many samples are missing or replaced, of which nobody knows yet."""
+    return sum(trouble.fate not in ("retried", GIVEN) for trouble in troubles) if troubles else 0
 
 
 class LoaderJob:
@@ -175,6 +187,7 @@ class LoaderJob:
             id=worker, num_workers=recipe.num_workers, seed=seed, dataset=self._dataset
         )
         self._stack.install()
+        self._collate = self._stack.collate if self._default_collate else recipe.collate_fn
         self._seeder = seeds.Seeder()
         pulse.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
@@ -188,7 +201,7 @@ class LoaderJob:
         else:
             self._map = MapFetcher(
                 self._dataset,
-                recipe.collate_fn,
+                self._collate,
                 recipe.auto_collation,
                 recipe.policy,
                 words=pulse.words,
@@ -286,10 +299,12 @@ class LoaderJob:
             return reply._replace(spec_bytes=StreamEnd.NOT_KNOWN)
         try:
             moved = dataset_changes.moved()
-            if moved:
+            if moved and not dataset_changes.lost:
                 claims.space().put(memoryview(moved))
         except BaseException:  # user code again, or more than a slot holds
-            return reply
+            dataset_changes.lost = True
+        if dataset_changes.lost:
+            return reply._replace(spec_bytes=StreamEnd.LOST)
         return reply._replace(where=len(moved), spec_bytes=StreamEnd.KNOWN)
 
     def _begin_stream(
@@ -319,13 +334,14 @@ class LoaderJob:
 
     def _moved(self) -> Moved:
         """What the last epoch has made of the dataset, if that was left."""
-        if self._dataset_changes is None or self._told_end:
+        dataset_changes = self._dataset_changes
+        if dataset_changes is None or self._told_end:
             return None
         try:
-            moved = self._dataset_changes.moved()
+            moved = dataset_changes.moved()
         except BaseException:  # user code
-            return False
-        return moved if self._dataset_changes.all else False
+            return b"", Sure.LOST
+        return moved, Sure.LOST if dataset_changes.lost else Sure.SEEN if dataset_changes.sure else Sure.NOT_SEEN
 
     def _bring(self, moved: bytes) -> None:
         """The dataset to where whole epochs of an earlier life have brought it."""
@@ -357,7 +373,7 @@ class LoaderJob:
         recipe = self._recipe
         return StreamFetcher(
             self._dataset,
-            recipe.collate_fn,
+            self._collate,
             recipe.auto_collation,
             recipe.drop_last,
             recipe.policy,

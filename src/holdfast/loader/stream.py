@@ -14,9 +14,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from itertools import islice
 from types import GeneratorType
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -29,7 +30,7 @@ from holdfast.loader.tree import differing
 from holdfast.local.protocol.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture
-from holdfast.shm.pack import is_plain
+from holdfast.shm.pack import bytes_of, is_plain
 from holdfast.shm.slot_writer import CODES
 
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
@@ -49,9 +50,18 @@ Snapshot = tuple[int, int, int, bytes]
 # Of an epoch that was left: its seed, batches that were asked for (or all), their fingerprint, and the last snapshot.
 Left = tuple[int, int, int, Snapshot | None]
 WHOLE = -1
-# What the epochs before have made of the dataset, nothing if all is as before; False where not all of it can be given
-# on, None where nothing is said of it.
-Moved = bytes | Literal[False] | None
+
+
+class Sure(IntEnum):
+    """Whether what is given on of a dataset is all that has changed of it."""
+
+    SEEN = 0
+    NOT_SEEN = 1  # not all of it could be looked at
+    LOST = 2  # no: something has changed that cannot be given on
+
+
+# What the epochs before have made of the dataset, nothing if all is as before; None where nothing is said of it.
+Moved = tuple[bytes, Sure] | None
 # Of a stream: the fingerprint of its batches in this epoch, the last snapshot of it, epochs that moved it before, and
 # before these, what whole ones have made of the dataset.
 Place = tuple[int, Snapshot | None, Sequence[Left], bytes]
@@ -331,4 +341,4 @@ def _edges(tensor: torch.Tensor) -> bytes:
     flat = tensor.reshape(-1)
     edge = max(1, _EDGE // tensor.element_size())
     ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
-    return ends.contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes(bytes_of(ends))

@@ -23,11 +23,12 @@ from holdfast.core.supervisor import Supervisor
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.local.trainer.local_host import LocalHost
 from holdfast.local.trainer.worker_channel import WorkerHandle
-from holdfast.pool.call import Call
+from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.call_codec import LetterWriter
 from holdfast.pool.narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import PoolWatch
 from holdfast.pool.settle import Settler
+from holdfast.shm import forks
 
 # Tasks that take less than this are sent many at a time: waking a worker takes as long.
 BRISK_S = 0.002
@@ -86,6 +87,7 @@ class Dispatcher:
     def start(self) -> None:
         """The keeper is forked here, by the thread that submits: workers know what it knows."""
         try:
+            forks.watch(self)
             self._host.open()
             self._record.workers.begin(self._host.pulses)
             self.thread.start()
@@ -97,6 +99,7 @@ class Dispatcher:
         """Something was refused at the start, or interrupted it: the thread may have begun all the same."""
         if self._claim.acquire(blocking=False):
             self._over = True
+            forks.forget(self)
             self._record.workers.end()
             self._host.close(0.0)
         else:
@@ -135,8 +138,12 @@ class Dispatcher:
             return  # a forked child: it has no part in this, and the bell's descriptor may be anything there
         with self._lock:
             if not self._over:
-                self._asleep = False
-                self._host.ring()
+                try:
+                    self._asleep = False
+                    self._host.ring()
+                except BaseException:  # of a signal handler, before the bell has rung: whoever comes next rings it
+                    self._asleep = True
+                    raise
 
     def finish(self) -> None:
         """The interpreter ends: what was submitted is still done, as with the standard library's pools."""
@@ -147,6 +154,10 @@ class Dispatcher:
         """Until all is done and every process has ended. Nothing to wait for in a forked child, or in a callback."""
         if self._owner == os.getpid() and threading.current_thread() is not self.thread:
             self.thread.join()
+
+    def close_in_child(self) -> None:
+        """In a forked child of the trainer: there is no thread there that settles futures."""
+        close_futures_in_child()
 
     @property
     def handles(self) -> list[WorkerHandle]:
@@ -264,7 +275,8 @@ class Dispatcher:
             call = self._waiting.popleft()
             if not call.future.set_running_or_notify_cancel():
                 self._counts["cancelled"] += 1
-            elif self._put_down(call):
+                call.close()
+            elif call.letter is not None or self._put_down(call):
                 self._written.append(call)
                 return True
         return False
@@ -341,6 +353,7 @@ class Dispatcher:
                 self._narrator.incident(silence)
         finally:
             self._settle_the_rest()
+            forks.forget(self)
             self.watch.end()
             atexit.unregister(self.finish)
 
@@ -353,6 +366,7 @@ class Dispatcher:
                 call.future.cancel()
             if call.future.set_running_or_notify_cancel():
                 self._settler.done(call, None, self._last_words(call))
+            call.close()
         self._waiting.clear()
 
     def _last_words(self, call: Call) -> HoldfastError:

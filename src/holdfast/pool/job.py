@@ -123,7 +123,7 @@ class PoolJob:
         try:
             results = Results(self._packer, space, pulse.words, head.items)
         except Full as error:  # so many that their table does not fit: they are sent again as two halves
-            return error_reply(self._packer, _unopened(error, head, 1), space)
+            return error_reply(self._packer, CallFailure(capture(error), Stage.BOOT, 1), space)
         for position, args in enumerate(items):
             pulse.enter(Stage.FETCH, position)
             results.begin(position)

@@ -100,9 +100,10 @@ def _as_torch_reduces(tensor: torch.Tensor) -> Any:
     return function, parts
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def bytes_of(tensor: torch.Tensor) -> Any:
     """The tensor's memory as a numpy array of bytes."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    dense = tensor.detach().contiguous()  # one of one element may have any stride, and counts as contiguous
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _array(raw: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
@@ -283,7 +284,11 @@ class Packer:
         if code is None:
             dense = tensor if tensor.is_contiguous() else _in_order(tensor)
             strides = None if dense is tensor else tensor.stride()
-            return _odd_tensor, (_buffer(_bytes_of(dense)), tensor.dtype, shape, strides)
+            try:
+                raw = bytes_of(dense)
+            except RuntimeError:  # torch cannot copy it: a dtype of a few bits
+                return _as_torch_reduces(tensor)
+            return _odd_tensor, (_buffer(raw), tensor.dtype, shape, strides)
         if not tensor.is_contiguous():
             array = tensor.numpy()
             order = _order_of_dense(array)

@@ -75,22 +75,26 @@ class ForkGuard:
     """Tells whether a forked child that saw lent slots may still be alive."""
 
     def __init__(self) -> None:
-        self._write = -1
         self._close: weakref.finalize[..., ForkGuard] | None = None
+        self._close_other: weakref.finalize[..., ForkGuard] | None = None
         try:
-            self._read, self._write = os.pipe()
+            self._read, write = os.pipe()
         except OSError:
             return  # no descriptor is left: nobody will hear of the child's end, and it is waited for in vain
+        self._close_other = weakref.finalize(self, os.close, write)
+        self._close_other.atexit = False
         self._close = weakref.finalize(self, os.close, self._read)
         self._close.atexit = False
 
     def in_parent(self) -> None:
-        """After the fork."""
-        if self._write >= 0:
-            os.close(self._write)
+        """After the fork; a second time where a signal handler cut the first one short."""
+        if self._close_other is not None:
+            self._close_other()
 
     def in_child(self) -> None:
         """After the fork. The other end stays open until the child ends or execs."""
+        if self._close_other is not None:
+            self._close_other.detach()
         if self._close is not None:
             self._close()
 

@@ -22,7 +22,9 @@ SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8,
 ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES, ALLOWED, WANTED = range(15, 25)
 # 1: the state that this worker's dataset is given is not its own place. So it was for an earlier life: it stays.
 KEPT_APART = 25
-FIELDS = 26
+# Which sample it tries in the place of the one at POSITION, counted from 1; 0: that one itself.
+SPARE = 26
+FIELDS = 27
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
 # From here on in the page: who sent the last signal, see system/signals.py.
@@ -85,7 +87,7 @@ class Pulse:
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED):
+        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED, SPARE):
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()
@@ -95,7 +97,7 @@ class Pulse:
         """Which process: the keeper. What the worker is on, and for how long."""
         words = self.words
         seconds = max(0.0, now - words[SINCE] / 1e9)
-        return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds)
+        return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds, words[SPARE])
 
     def figures(self) -> dict[str, float]:
         """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present

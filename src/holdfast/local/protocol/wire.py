@@ -50,6 +50,7 @@ class StreamEnd(IntEnum):
 
     KNOWN = 1
     NOT_KNOWN = 2
+    LOST = 3  # something has changed that cannot be given on
 
 
 class StartLife(NamedTuple):

@@ -32,7 +32,7 @@ class Answers:
         channels: Sequence[WorkerChannel | None],
         marks: list[int],
         items: dict[int, int],
-        ends: dict[int, bytes | None],
+        ends: dict[int, bytes | StreamEnd],
         journals: Journals,
     ) -> None:
         self._channels = channels
@@ -110,7 +110,8 @@ class Answers:
                 if task >= self._floor:
                     self._items[worker] = buffers
                     if spec_bytes:
-                        self._ends[worker] = line.slots.copy(slot, where) if spec_bytes == StreamEnd.KNOWN else None
+                        end = StreamEnd(spec_bytes)
+                        self._ends[worker] = line.slots.copy(slot, where) if end is StreamEnd.KNOWN else end
                 if slot >= 0:
                     line.slots.used(slot, where)
                     line.slots.put_back(slot)

@@ -36,6 +36,7 @@ from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
+from holdfast.system.signals import LoggingFree
 
 _LIMITS = (
     resource.RLIMIT_FSIZE,
@@ -184,7 +185,8 @@ def fork_keeper(orders: KeeperOrders, job: Job) -> int:
     try:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
-            pid = os.fork()
+            with LoggingFree():
+                pid = os.fork()
             if pid == 0:
                 _keep(orders, job, before)
         finally:

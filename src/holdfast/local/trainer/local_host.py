@@ -32,6 +32,7 @@ from holdfast.local.protocol.wire import (
     RoomLeft,
     StartLife,
     StopAll,
+    StreamEnd,
 )
 from holdfast.local.trainer.answers import Answers
 from holdfast.local.trainer.keeper_process import FOUND_S, KeeperProcess
@@ -98,7 +99,7 @@ class LocalHost:
         self._channels: list[WorkerChannel | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
-        self.ends: dict[int, bytes | None] = {}  # and what they say at their end; None where they say it is not known
+        self.ends: dict[int, bytes | StreamEnd] = {}  # and what they say at their end, or why they do not
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self.resting = False  # it waits, and nothing is half done: what a signal handler raises now does no harm
@@ -544,7 +545,7 @@ class Wakeup:
     def _look_a_while(self) -> list[tuple[int, int]]:
         """What has come within a moment, if the last wait was as short.
 
-        Others who want this processor get it between two looks.
+        Others who want this processor get it between two looks; where that cannot be had, there is one look.
         """
         if self._quick:
             end = time.monotonic() + SPIN_S
@@ -552,7 +553,10 @@ class Wakeup:
                 ready = self._poll.poll(0)
                 if ready:
                     return ready
-                os.sched_yield()
+                try:
+                    os.sched_yield()
+                except OSError:  # a sandbox may refuse it
+                    break
         return []
 
     def close(self) -> None:
