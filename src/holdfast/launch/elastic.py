@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import errors
@@ -34,9 +33,9 @@ from holdfast.launch.rank_main import ENTERED, PAGE, tell_senders
 from holdfast.local.trainer.keeper_birth import flush_output
 from holdfast.remote_exception import capture
 from holdfast.shm.memory import Memory, new_file
-from holdfast.system import linux
-from holdfast.system.cgroups import LOOK_S, OomWatch, group_of
-from holdfast.system.evidence import Evidence, shm_free, worlds
+from holdfast.system import linux, procfs
+from holdfast.system.cgroups import LOOK_S, OomWatch
+from holdfast.system.evidence import Evidence, at_death
 from holdfast.system.signals import SenderNote
 
 # More than the agent takes to notice a death (0.1 s) on the busiest machine.
@@ -118,15 +117,12 @@ def record(fn: _Main) -> Callable[..., Any]:
     return errors.record(fn, error_handler=ErrorHandler())
 
 
-# A witness for a rank of somebody else's launcher: a small fork of the rank that waits for its death and writes why.
+# A witness for a rank of another launcher: a small fork of the rank that waits for its death and writes why it died.
 #
-# torchrun learns of a killed rank only that it is gone, and reads its error file at its next look, a tenth of a second
-# later at most. A rank that is killed or crashes cannot write that file; its witness can, in a few milliseconds: it is
-# woken by the death itself, reads the exit status while the launcher has not reaped yet, and asks the rules. If torchrun
-# looks sooner, its summary is as it would have been without us.
-
-
-STACK_BYTES = 32 << 10
+# torchrun learns of a killed rank only that it is gone. It reads the rank's error file at its next look, at most 0.1 s
+# later. A rank that is killed or crashes cannot write that file. Its witness can, in a few milliseconds: the death
+# itself wakes it, it reads the exit status before the launcher reaps the rank, and it asks the rules. If torchrun looks
+# sooner, its summary is what it would be without us.
 
 
 class DeathWitness:
@@ -175,32 +171,27 @@ class DeathWitness:
 
     def _wait(self, pidfd: int) -> None:
         oom = OomWatch(time.monotonic())
-        here = worlds()
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         readings: list[tuple[float, int]] = []
-        self._rehearse()
+        self._rehearse(oom)
         while not poll.poll(LOOK_S * 1000):
             oom.look(time.monotonic())
             readings = [*readings[-3:], (time.monotonic(), linux.resident_bytes(self._rank))]
-        code = exit_status(self._rank)  # first of all: the launcher may reap it now
+        code = procfs.exit_status(self._rank)  # first of all: the launcher may reap it now
         at, now = time.time(), time.monotonic()
         sender = self._note.last(-code) if code is not None and code < 0 else None
         if not code or (sender is not None and sender.pid == self._launcher):
             return  # it returned, or its launcher stopped it; or nobody can say
-        stack = os.pread(self._crash, STACK_BYTES, 0).decode(errors="replace").rstrip()
-        evidence = Evidence(
+        stack = linux.written_stack(self._crash)
+        seen = Evidence(
             pid=self._rank,
             lived_s=now - self._began,
             stack=stack,
             memory=tuple((now - then, size) for then, size in readings),
-            oom=oom.claim(now) if code == -signal.SIGKILL else None,
-            counters=oom.readable,
-            group=group_of(),
-            shm_free=shm_free(),
             sender=sender,
-            worlds=here,
         )
+        evidence = at_death(seen, oom, now, killed=code == -signal.SIGKILL, read_log=False)
         self._write(self._case(code, evidence), at)
         if stack:
             os.write(2, f"{stack}\n".encode())  # where it would have gone
@@ -209,17 +200,9 @@ class DeathWitness:
         cause = Cause.SIGNAL if code < 0 else Cause.EXIT
         return Case(what="exited", worker=self._number, pid=self._rank, cause=cause, code=abs(code), evidence=evidence)
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, oom: OomWatch) -> None:
         """Once for nothing: what is touched for the first time after a fork is slow, and the launcher does not wait."""
-        exit_status(self._rank)
-        finding_of(self._case(-signal.SIGKILL, Evidence(pid=self._rank, group=group_of())))
+        procfs.exit_status(self._rank)
+        seen = at_death(Evidence(pid=self._rank), oom, time.monotonic(), killed=False)
+        finding_of(self._case(-signal.SIGKILL, seen))
         json.dumps({})
-
-
-def exit_status(pid: int) -> int | None:
-    """Of a process that has ended and was not reaped yet, as multiprocessing has it; None when nobody can say."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None

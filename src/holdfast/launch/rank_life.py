@@ -5,23 +5,21 @@ import pickle
 import signal
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.launch.cause import RankEnd
 from holdfast.launch.rank_main import ENTERED, HEAD, Said
 from holdfast.shm.memory import Memory
-from holdfast.system import linux, procfs
-from holdfast.system.cgroups import OomWatch, group_of
-from holdfast.system.evidence import Evidence, shm_free, worlds
+from holdfast.system import linux
+from holdfast.system.cgroups import OomWatch
+from holdfast.system.evidence import Evidence, at_death
 from holdfast.system.signals import SenderNote
 
 # Readings of its memory that are kept.
 SERIES = 8
 # The fork server tells the status a moment after the death.
 STATUS_S = 0.05
-STACK_BYTES = 32 << 10
 
 
 @dataclass(eq=False)
@@ -106,30 +104,20 @@ class Rank:
             code = self.said.code
         now = time.monotonic()
         killed = code == -signal.SIGKILL and self.stopped_ns is None
-        self.evidence = Evidence(
+        seen = Evidence(
             pid=self.pid,
             lived_s=now - self.began_ns / 1e9,
-            stack=self.stack or self._crash_text(),
+            stack=self.stack or linux.written_stack(self.crash),
             peak_bytes=popen.peak_bytes,
             memory=tuple((now - at, size) for at, size in self.readings),
-            oom=oom.claim(now) if killed else None,
-            counters=oom.readable,
-            kernel_log=procfs.kernel_says(self.pid, self.began_ns / 1e9) if killed else "",
-            group=group_of(),
-            shm_free=shm_free(),
-            pressure=procfs.memory_pressure(),
             sender=self.note.last(-code) if code < 0 else None,
-            worlds=worlds(),
         )
+        self.evidence = at_death(seen, oom, now, killed=killed)
         self.code = code
 
     def dump(self) -> None:
         """Where it hangs, before it is killed."""
-        if linux.process_state(self.pid) in ("T", "t", "Z", ""):
-            return
-        with suppress(ProcessLookupError):
-            linux.ask_for_stack(self.pid, self.crash)
-        self.stack = self._crash_text()
+        self.stack = linux.take_stack(self.pid, self.crash)
 
     def terminate(self) -> None:
         self._stop(self.process.terminate)
@@ -141,6 +129,3 @@ class Rank:
         if self.stopped_ns is None:
             self.stopped_ns = time.monotonic_ns()
         send()
-
-    def _crash_text(self) -> str:
-        return os.pread(self.crash, STACK_BYTES, 0).decode(errors="replace").rstrip()

@@ -25,8 +25,8 @@ from holdfast.system.snapshot import PySpy
 
 # A closer look at a worker that hangs or is about to be killed. Which process: the keeper.
 #
-# What it waits for is seen from outside first, before anything is done that may wake it; then py-spy, where there is one,
-# gives its opinion; then the worker is asked for its Python stack.
+# The keeper first sees from outside what the worker waits for, before it does anything that may wake it. Then py-spy,
+# where there is one, gives its opinion. Then the keeper asks the worker for its Python stack.
 
 
 # A silent worker is looked at for this long, to see whether it computes; a clock tick is 10 ms.
@@ -62,10 +62,7 @@ class HangProbe:
         if not life.pulse.words[DUMPABLE] or life.view is None or life.view.state in ("T", "t", "Z", ""):
             return
         life.pulse.words[GIL] = 0
-        os.ftruncate(life.crash, 0)
-        os.lseek(life.crash, 0, os.SEEK_SET)
-        linux.ask_for_stack(life.pid, life.crash)
-        life.stack = life.crash_text()
+        life.stack = linux.take_stack(life.pid, life.crash)
         seen = self._pyspy.answer(life.hang)
         gil = {1: False, 2: True}.get(life.pulse.words[GIL], seen.gil)
         life.view = replace(life.view, line=procfs.source_line(life.stack), gil=gil, native=seen.frames)
