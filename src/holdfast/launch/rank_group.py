@@ -1,10 +1,8 @@
-"""One attempt: ranks started together, watched by one thread, and stopped together when one has failed.
+"""RankGroup: one attempt. Its ranks start together, one thread watches them, and all stop when one has failed.
 
-    running -> (a failure) last call -> SIGTERM -> stack dump, SIGKILL -> ended
-
-The last call is short and ends early when all have ended: it gathers what failed at the same time, so that the cause
-can be told from its echoes. The thread waits on descriptors of the processes themselves and notes the time at which
-each wakes it; what a rank raised comes with the rank's own time.
+When they are stopped is decided in phases.py. The last call gathers what failed at the same time, so that the cause can
+be told from its echoes. The thread waits on descriptors of the processes themselves, and notes when each wakes it. What
+a rank raised comes with the rank's own time.
 """
 
 import logging
@@ -20,6 +18,7 @@ from typing import Any
 from holdfast.launch import rank_process
 from holdfast.launch.cause import How, RootCause, how, judge
 from holdfast.launch.output import Output
+from holdfast.launch.phases import KILLED_S, GroupPhases, Phase
 from holdfast.launch.rank_life import Rank
 from holdfast.launch.rank_main import ENTERED, PAGE, Card, Ends
 from holdfast.launch.shipped_function import ShippedFunction
@@ -30,12 +29,6 @@ from holdfast.system.cgroups import OomWatch
 from holdfast.system.signals import SenderNote
 
 log = logging.getLogger("holdfast")
-# Connections of a dead rank break within milliseconds; ranks that have heard of it raise within some more.
-LAST_CALL_S = 1.0
-# Between SIGTERM and SIGKILL: a handler that saves a checkpoint has as long as with torch, torchrun and Kubernetes.
-STOP_S = 30.0
-# After SIGKILL a process is gone at once, unless the kernel itself waits (a dead network file system).
-KILLED_S = 5.0
 # How often memory is looked at.
 TICK_S = 0.5
 
@@ -50,16 +43,14 @@ class RankGroup:
         self.ranks: list[Rank] = []
         self.grace_s: float | None = None
         """What `join` was told: how long others may take to end by themselves, and then after SIGTERM."""
-        self._interrupted_at: float | None = None
+        self._unwanted = False
         self._bell: list[int] = []  # a pipe: who writes into it wakes the watch
         self._mine: set[int] = set()  # descriptors of the trainer's; the bell's are others
         self._theirs: list[int] = []  # those of a rank that is being started
         self._starting: Any = None  # its process
         self._poll = select.poll()
         self._oom = OomWatch(time.monotonic())
-        self._failed_at: float | None = None
-        self._stopped_at: float | None = None
-        self._killed_at: float | None = None
+        self._phases = GroupPhases()
         self._looked = 0.0
         self._closing = threading.Lock()
 
@@ -129,7 +120,7 @@ class RankGroup:
     def stop(self, grace_s: float) -> None:
         """End all ranks: nobody has failed, the trainer does not want them any more."""
         self.grace_s = grace_s
-        self._interrupted_at = self._interrupted_at or time.monotonic()
+        self._unwanted = True
         self._nudge()
 
     def allow(self, grace_s: float | None) -> None:
@@ -149,10 +140,8 @@ class RankGroup:
         """Until all have ended; the judgement."""
         try:
             self.output.start()
-            while any(rank.code is None for rank in self.ranks):
+            while self._advance() is not Phase.OVER:
                 self._step()
-                if not self._go_on():
-                    break
             for rank in self.ranks:
                 if rank.said is not None and rank.said.raised is not None:
                     self.output.note(rank.number, rank.said.raised.traceback)
@@ -193,44 +182,28 @@ class RankGroup:
                 self._poll.unregister(rank.words)
 
     def _patience(self) -> float:
-        deadline = self._deadline()
+        deadline = self._phases.deadline(self.grace_s)
         return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
 
-    def _deadline(self) -> float | None:
-        if self._killed_at is not None:
-            return self._killed_at + KILLED_S
-        if self._stopped_at is not None:
-            return self._stopped_at + (STOP_S if self.grace_s is None else self.grace_s)
-        if self._interrupted_at is not None:  # a terminal's Ctrl-C has reached the ranks too: they may be ending
-            return self._interrupted_at + min(LAST_CALL_S, self.grace_s or 0.0)
-        if self._failed_at is not None:
-            return self._failed_at + (LAST_CALL_S if self.grace_s is None else self.grace_s)
-        return None
-
-    def _go_on(self) -> bool:
-        """The next stage when its time has come; False when even SIGKILL has not helped."""
-        now = time.monotonic()
-        if self._failed_at is None and any(rank.failed for rank in self.ranks):
-            self._failed_at = now
-        deadline = self._deadline()
-        if deadline is None or now < deadline:
-            return True
-        living = [rank for rank in self.ranks if rank.code is None]
-        if self._killed_at is not None:
-            return False
-        if self._stopped_at is not None:
-            self._killed_at = now
+    def _advance(self) -> Phase:
+        """The present phase; what a phase begins with is done when it begins."""
+        now, living = time.monotonic(), [rank for rank in self.ranks if rank.code is None]
+        if not living:
+            self._phases.move(Phase.OVER, now)
+            return Phase.OVER
+        failed = any(rank.failed for rank in self.ranks)
+        begun = self._phases.advance(now, failed=failed, unwanted=self._unwanted, grace_s=self.grace_s)
+        if begun is Phase.STOPPING:
             for rank in living:
-                log.warning("process %d minds no SIGTERM: SIGKILL (rank %d)", rank.pid, rank.number)
-                rank.dump()
-                rank.kill()
-        else:
-            self._stopped_at = now
-            for rank in living:
-                if rank.said is None or rank.said.what != "done":  # who has returned is on its way out
+                if rank.said is None or rank.said.what != "done":  # a rank that has returned is on its way out
                     log.warning("Terminating process %d via signal SIGTERM (rank %d)", rank.pid, rank.number)
                     rank.terminate()
-        return True
+        elif begun is Phase.KILLING:
+            for rank in living:
+                log.warning("Process %d ignored SIGTERM; sending SIGKILL (rank %d)", rank.pid, rank.number)
+                rank.dump()
+                rank.kill()
+        return self._phases.phase
 
     # The end -------------------------------------------------------------------------------------------------------
 

@@ -22,14 +22,13 @@ from multiprocessing.popen_spawn_posix import _DupFd as SpawnDupFd
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from holdfast.launch.phases import KILLED_S
 from holdfast.launch.rank_main import Card, live
 from holdfast.launch.shipped_function import ShippedFunction, main_has_a_file
 from holdfast.system import linux
 
 # How often is looked where nothing wakes us.
 LOOK_S = 0.005
-# After SIGKILL a process is gone at once.
-KILLED_S = 5.0
 # Descriptors that multiprocessing opens to fork; or to ask its fork server, which it may have to start.
 FORKING, ASKING = 4, 7
 
