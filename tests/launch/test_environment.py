@@ -3,7 +3,8 @@
 import socket
 
 from holdfast.diagnose.machine import Machine
-from holdfast.launch.environment import Meeting, environment_of, threads_per_rank, too_many
+from holdfast.launch.attempts import Meeting, environment_of, threads_per_rank
+from holdfast.launch.narrator import too_many
 from holdfast.system.cgroups import ControlGroup
 
 GIB = 1 << 30

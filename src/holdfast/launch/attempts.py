@@ -7,8 +7,9 @@ The thread watches one attempt after another, so that a death is noticed when it
 import logging
 import multiprocessing
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import Any
@@ -18,11 +19,10 @@ from torch.multiprocessing.spawn import ProcessContext
 from holdfast.diagnose.machine import Machine, read_machine
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.launch.cause import RootCause
-from holdfast.launch.environment import THREADS, Meeting, environment_of, threads_per_rank, too_many
-from holdfast.launch.narrator import Attempt
+from holdfast.launch.narrator import Attempt, too_many
 from holdfast.launch.output import Output
 from holdfast.launch.rank_group import RankGroup
-from holdfast.launch.shipped_function import ShippedFunction
+from holdfast.launch.rank_main import ShippedFunction
 from holdfast.local.keeper.memory_budget import growth_bytes
 from holdfast.policy import Policy
 from holdfast.shm import forks
@@ -34,6 +34,59 @@ log = logging.getLogger("holdfast")
 # After Ctrl-C somebody is waiting at the terminal; a second one kills at once.
 INTERRUPTED_S = 5.0
 _METHODS = ("spawn", "fork", "forkserver")
+# Where ranks of one machine meet, unless the user has named a place.
+HOME = "127.0.0.1"
+THREADS = "OMP_NUM_THREADS"
+
+
+# The environment of a rank: where ranks meet, and how many threads each takes. The trainer's own stays as it is.
+
+
+class Meeting:
+    """A free port, held for this attempt: bound and never listened on, so that nobody else is given it.
+
+    Rank 0 may bind it all the same, since both sides set SO_REUSEADDR, as torch's store does.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((HOME, 0))
+            self.port: int = self._socket.getsockname()[1]
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def environment_of(
+    rank: int, nprocs: int, attempt: int, port: int, threads: int, trainers: Mapping[str, str]
+) -> dict[str, str]:
+    """The trainer's variables and a rank's own. `attempt` counts from 1.
+
+    A user who has set MASTER_ADDR meets other machines, or a port of his choice: then that stands, and RANK and
+    WORLD_SIZE as far as they are set. (Inside a rank of ours they are ours, and made anew.)
+    """
+    env = dict(trainers)
+    theirs = "MASTER_ADDR" in env and "HOLDFAST_ATTEMPT" not in env
+    meeting = {"MASTER_ADDR": HOME, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(nprocs)}
+    env = {**meeting, **env} if theirs else {**env, **meeting}
+    env |= {
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "HOLDFAST_ATTEMPT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+    }
+    env.setdefault(THREADS, str(threads))
+    return env
+
+
+def threads_per_rank(nprocs: int, cpus: int) -> int:
+    """So many that all ranks together take each processor once."""
+    return max(1, cpus // nprocs)
 
 
 class Ranks(ProcessContext):

@@ -15,7 +15,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from holdfast.errors import legible
 from holdfast.launch.cause import How, RankEnd, how
 from holdfast.launch.narrator import ending, finding_of
 from holdfast.launch.rank_main import ENTERED, PAGE, tell_senders
-from holdfast.local.trainer.keeper_birth import flush_output
+from holdfast.local.trainer.keeper_birth import be, flush_output
 from holdfast.remote_exception import capture
 from holdfast.shm.memory import Memory, new_file
 from holdfast.system import linux, procfs
@@ -150,26 +149,16 @@ class DeathWitness:
             warnings.simplefilter("ignore", DeprecationWarning)  # threads: what follows takes no lock of theirs
             witness = os.fork()
         if witness == 0:
-            self._be(pidfd)
+            be(lambda: self._wait(pidfd))
         os.close(pidfd)
         faulthandler.enable(file=self._crash, all_threads=True)
         tell_senders(self._memory)
         os.register_at_fork(after_in_child=faulthandler.disable)
 
-    def _be(self, pidfd: int) -> None:
-        """Never returns."""
-        status = 1
-        try:
-            for number in linux.NOTED_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)  # it ends when the rank has ended
-            self._wait(pidfd)
-            status = 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(status)
-
     def _wait(self, pidfd: int) -> None:
+        """Which process: the witness."""
+        for number in linux.NOTED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # it ends when the rank has ended
         oom = OomWatch(time.monotonic())
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from holdfast.core.inquest import OWN_FAULT
 from holdfast.core.messages import Cause, Stage
 from holdfast.diagnose.finding import Case, Finding, find
+from holdfast.diagnose.machine import Machine
 from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
 from holdfast.launch.cause import How, RankExited, RankRaised, RootCause
@@ -114,6 +115,25 @@ def ending(case: Case) -> str:
     if case.cause is Cause.SIGNAL:
         return f"terminated with signal {signal_name(case.code)}"
     return f"terminated with exit code {case.code}"
+
+
+def too_many(nprocs: int, machine: Machine, method: str, own_bytes: int) -> list[str]:
+    """Why that many ranks may not fit. `own_bytes`: what this process holds, as the measure of what one will."""
+    found = []
+    if nprocs > machine.cpus:
+        quota = "" if machine.cgroup.cpus is None else f", cgroup quota {machine.cgroup.cpus:g}"
+        found.append(
+            f"{nprocs} ranks share {machine.cpus} processors (affinity {machine.cpus_allowed}{quota}): each waits for "
+            f"the others; nprocs={machine.cpus} fits"
+        )
+    wanted = nprocs * own_bytes
+    if method != "fork" and wanted > machine.memory_free:
+        found.append(
+            f"{nprocs} ranks may take {wanted >> 20} MiB at their start (this process holds {own_bytes >> 20} MiB), "
+            f"and {machine.memory_free >> 20} MiB are free: the kernel may kill one; "
+            f"nprocs={max(1, machine.memory_free // max(1, own_bytes))} fits"
+        )
+    return found
 
 
 class Attempt:

@@ -20,8 +20,8 @@ from holdfast.launch.cause import How, RootCause, how, judge
 from holdfast.launch.output import Output
 from holdfast.launch.phases import KILLED_S, GroupPhases, Phase
 from holdfast.launch.rank_life import Rank
-from holdfast.launch.rank_main import ENTERED, PAGE, Card, Ends
-from holdfast.launch.shipped_function import ShippedFunction
+from holdfast.launch.rank_main import ENTERED, PAGE, Card, Ends, ShippedFunction
+from holdfast.launch.rank_process import close_all
 from holdfast.shm import forks
 from holdfast.shm.memory import Memory, new_file
 from holdfast.system import linux
@@ -96,7 +96,7 @@ class RankGroup:
         for fd in (words, watched):
             self._poll.register(fd, select.POLLIN)
         self._mine.add(theirs.pop(0))  # crash
-        _close_all(theirs)
+        close_all(theirs)
 
     def _pipe(self, *, lifeline: bool = False) -> int:
         """The trainer's end of a new pipe, of which the other is the last of `theirs`; it writes into a lifeline."""
@@ -228,15 +228,10 @@ class RankGroup:
     def close(self) -> None:
         """Whoever is still there is killed by the kernel now: the pipe that says we live is closed."""
         forks.forget(self)
-        _close_all(self._mine)
-        _close_all(self._theirs)
+        close_all(self._mine)
+        close_all(self._theirs)
         with self._closing:
-            _close_all(self._bell)
+            close_all(self._bell)
 
     def how(self, rank: Rank) -> How:
         return how(rank.end(self.output.tail(rank.number)))
-
-
-def _close_all(fds: list[int] | set[int]) -> None:
-    while fds:
-        os.close(fds.pop())

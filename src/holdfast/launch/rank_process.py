@@ -23,8 +23,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from holdfast.launch.phases import KILLED_S
-from holdfast.launch.rank_main import Card, live
-from holdfast.launch.shipped_function import ShippedFunction, main_has_a_file
+from holdfast.launch.rank_main import Card, ShippedFunction, live
+from holdfast.local.trainer.keeper_birth import main_is_importable, preload
 from holdfast.system import linux
 
 # How often is looked where nothing wakes us.
@@ -49,7 +49,7 @@ class _Reaped(popen_fork.Popen):
         self._lock = threading.Lock()  # several threads may ask at once
         self._owner = os.getpid()  # not a fork of it
         self._fds: list[int] = []
-        self._closing = util.Finalize(self, _close_all, (self._fds,))
+        self._closing = util.Finalize(self, close_all, (self._fds,))
         try:
             super().__init__(process)
             self.pidfd = linux.open_pidfd(self.pid)
@@ -120,7 +120,7 @@ class _Reaped(popen_fork.Popen):
 def _described(process: BaseProcess, popen: Any) -> memoryview:
     """The process as multiprocessing's new interpreters read it."""
     prepared = spawn.get_preparation_data(process.name)
-    if not main_has_a_file():
+    if not main_is_importable():
         prepared.pop("init_main_from_path", None)  # "<stdin>" cannot be imported
     file = io.BytesIO()
     set_spawning_popen(popen)
@@ -156,7 +156,8 @@ def _interrupts_kept() -> Iterator[None]:
         raise lost[0]
 
 
-def _close_all(fds: list[int]) -> None:
+def close_all(fds: list[int] | set[int]) -> None:
+    """Each leaves the list before it is closed, so that none is closed twice."""
     while fds:
         os.close(fds.pop())
 
@@ -170,15 +171,19 @@ def _tell(fd: int, text: memoryview) -> None:
         pass
 
 
-class _Spawned(_Reaped):
+class _Described(_Reaped):
+    """A process that is not a fork of this one: what it needs is pickled, and descriptors are passed to it."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._passed: list[int] = []
+        super().__init__(process)
+
+
+class _Spawned(_Described):
     """A fresh interpreter."""
 
     method = "spawn"
     DupFd = SpawnDupFd
-
-    def __init__(self, process: "Spawned") -> None:
-        self._passed: list[int] = []
-        super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
         self._passed.append(fd)
@@ -217,15 +222,11 @@ class _Spawned(_Reaped):
         self._child.returncode = self.returncode
 
 
-class _Served(_Reaped):
+class _Served(_Described):
     """A fork of Python's fork server, which is its parent and reaps it."""
 
     method = "forkserver"
     DupFd = ServerDupFd
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._passed: list[int] = []
-        super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
         self._passed.append(fd)
@@ -270,7 +271,7 @@ class Spawned(SpawnProcess):
 
     @staticmethod
     def _Popen(process: BaseProcess) -> Any:
-        return _Spawned(process)  # type: ignore[arg-type]
+        return _Spawned(process)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("out", "err", "environment")}
@@ -299,7 +300,7 @@ def process(
 ) -> Any:
     """A rank's process, to be started."""
     if method == "forkserver":
-        _preload()
+        preload(live.__module__)  # and torch with it
     process = KINDS[method](target=live, args=(card, parcel), name=name, daemon=daemon)
     if method == "spawn":
         process.out, process.err, process.environment = out, err, environment
@@ -312,10 +313,3 @@ def start(process: Any, parcel: ShippedFunction) -> None:
         process.start()
     finally:
         parcel.close()
-
-
-def _preload() -> None:
-    """A fork server that is started from now on has torch, and so pays for its import once."""
-    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    if live.__module__ not in modules:
-        forkserver.set_forkserver_preload([*modules, live.__module__])
