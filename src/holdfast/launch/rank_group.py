@@ -16,11 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.launch import rank_process
-from holdfast.launch.cause import How, RootCause, how, judge
+from holdfast.launch.cause import EndKind, RootCause, judge, kind_of
 from holdfast.launch.output import Output
 from holdfast.launch.phases import KILLED_S, GroupPhases, Phase
 from holdfast.launch.rank_life import Rank
-from holdfast.launch.rank_main import ENTERED, PAGE, Card, Ends, ShippedFunction
+from holdfast.launch.rank_main import ENTERED, PAGE, Descriptors, RankSetup, ShippedFunction
 from holdfast.launch.rank_process import close_all
 from holdfast.shm import forks
 from holdfast.shm.memory import Memory, new_file
@@ -34,19 +34,21 @@ TICK_S = 0.5
 
 
 class RankGroup:
-    """`open` comes first. `watch` blocks until all ranks have ended; everything else may be called from any thread
-    meanwhile. What has been begun is noted in the same line in which it is begun: an interrupt may come between two.
+    """All ranks of one attempt. Call `open` first. `watch` blocks until all ranks have ended.
+
+    Meanwhile any thread may call everything else. Each start is noted in the line that makes it, because an interrupt
+    may come between two lines.
     """
 
     def __init__(self, output: Output) -> None:
         self.output = output
         self.ranks: list[Rank] = []
         self.grace_s: float | None = None
-        """What `join` was told: how long others may take to end by themselves, and then after SIGTERM."""
+        """The grace period of `join` or `stop`: seconds to end by themselves, and again after SIGTERM."""
         self._unwanted = False
-        self._bell: list[int] = []  # a pipe: who writes into it wakes the watch
-        self._mine: set[int] = set()  # descriptors of the trainer's; the bell's are others
-        self._theirs: list[int] = []  # those of a rank that is being started
+        self._wake_pipe: list[int] = []  # a pipe: a byte in it wakes the watch
+        self._mine: set[int] = set()  # the trainer's descriptors, besides the wake pipe's
+        self._theirs: list[int] = []  # descriptors of the rank that is being started
         self._starting: Any = None  # its process
         self._poll = select.poll()
         self._oom = OomWatch(time.monotonic())
@@ -57,41 +59,41 @@ class RankGroup:
     # Birth ---------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """`abandon` undoes it, and all that follows."""
-        self._bell += os.pipe()
-        self._poll.register(self._bell[0], select.POLLIN)
+        """`abandon` undoes this, and all that follows."""
+        self._wake_pipe += os.pipe()
+        self._poll.register(self._wake_pipe[0], select.POLLIN)
         forks.watch(self)
 
     def start(
         self,
         method: str,
         daemon: bool,
-        parcel: ShippedFunction,
+        function: ShippedFunction,
         number: int,
         env: Mapping[str, str],
         threads: int | None,
-        growth: int | None,
+        growth_bytes: int | None,
     ) -> None:
-        """One more rank, see `Card`. Raises what starting a process raises."""
+        """Start one more rank, see `RankSetup`. Raises what starting a process raises."""
         theirs = self._theirs
         theirs.append(new_file("crash", 0))
         theirs.append(new_file("page", PAGE))
         words = self._pipe()
-        self._pipe(lifeline=True)  # for each: whom the kernel signals is a property of the pipe's end
+        self._pipe(lifeline=True)  # one for each rank: the pipe's end says which process the kernel signals
         self.output.pipes(number, theirs)
-        crash, page, ranks_words, alive, out, err = theirs
-        ends = Ends(out, err, ranks_words, alive, crash, page)
+        crash, page, ranks_words, lifeline, out, err = theirs
+        descriptors = Descriptors(out, err, ranks_words, lifeline, crash, page)
         began = time.monotonic_ns()
         memory = Memory(page, PAGE)
-        card = Card(number, method, ends, env, threads, growth)
-        process = rank_process.process(method, f"holdfast-rank-{number}", daemon, card, parcel, out, err, env)
+        setup = RankSetup(number, method, descriptors, env, threads, growth_bytes)
+        process = rank_process.process(method, f"holdfast-rank-{number}", daemon, setup, function, out, err, env)
         self._starting = process
-        rank_process.start(process, parcel)
+        rank_process.start(process, function)
         os.set_blocking(words, False)
         pidfd = process._popen.pidfd
         watched = process.sentinel if pidfd is None else pidfd
         sender = SenderNote(memory, 0, ENTERED)
-        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, sender, growth))
+        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, sender, growth_bytes))
         self._starting = None
         for fd in (words, watched):
             self._poll.register(fd, select.POLLIN)
@@ -99,52 +101,52 @@ class RankGroup:
         close_all(theirs)
 
     def _pipe(self, *, lifeline: bool = False) -> int:
-        """The trainer's end of a new pipe, of which the other is the last of `theirs`; it writes into a lifeline."""
+        """The trainer's end of a new pipe; the rank's end is the last of `theirs`. Of a lifeline the rank reads."""
         self._theirs += os.pipe()[::-1] if lifeline else os.pipe()
         mine = self._theirs[-2]
         self._mine.add(self._theirs.pop(-2))
         return mine
 
     def close_in_child(self) -> None:
-        """The trainer was forked: what is ours stays with the trainer, or a rank would outlive it by the child."""
-        for fd in (*self._mine, *self._bell, *self.output.fds):
+        """In a fork of the trainer: close what is the trainer's. Else a rank would outlive it as long as the child."""
+        for fd in (*self._mine, *self._wake_pipe, *self.output.fds):
             with suppress(OSError):
                 os.close(fd)
         self._mine.clear()
-        self._bell.clear()
-        for rank in self.ranks:  # at its end a child would wait for its own, and terminate daemons
+        self._wake_pipe.clear()
+        for rank in self.ranks:  # at its end the child would wait for them, and terminate daemons
             multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]
 
     # Orders from other threads -------------------------------------------------------------------------------------
 
     def stop(self, grace_s: float) -> None:
-        """End all ranks: nobody has failed, the trainer does not want them any more."""
+        """End all ranks: the trainer does not want them any more."""
         self.grace_s = grace_s
         self._unwanted = True
-        self._nudge()
+        self._wake_up()
 
     def allow(self, grace_s: float | None) -> None:
-        """How long `join` lets ranks end by themselves."""
+        """Set the grace period that `join` was given."""
         if grace_s is not None and grace_s != self.grace_s:
             self.grace_s = grace_s
-            self._nudge()
+            self._wake_up()
 
-    def _nudge(self) -> None:
+    def _wake_up(self) -> None:
         with self._closing:
-            if len(self._bell) == 2:
-                os.write(self._bell[1], b".")
+            if len(self._wake_pipe) == 2:
+                os.write(self._wake_pipe[1], b".")
 
     # The watch -----------------------------------------------------------------------------------------------------
 
     def watch(self) -> RootCause:
-        """Until all have ended; the judgement."""
+        """Watch until all have ended; gives the cause."""
         try:
             self.output.start()
             while self._advance() is not Phase.OVER:
                 self._step()
             for rank in self.ranks:
-                if rank.said is not None and rank.said.raised is not None:
-                    self.output.note(rank.number, rank.said.raised.traceback)
+                if rank.last_words is not None and rank.last_words.raised is not None:
+                    self.output.note(rank.number, rank.last_words.raised.traceback)
             self.output.finish()
             return judge(rank.end(self.output.tail(rank.number)) for rank in self.ranks)
         except BaseException:
@@ -158,7 +160,7 @@ class RankGroup:
         for rank in self.ranks:
             if rank.died_ns is not None and rank.code is None:
                 rank.reap(self._oom)
-                self._hear(0.0)  # that took a moment, and others may have died in it: each has its own time
+                self._hear(0.0)  # others may have died meanwhile, and each needs the time of its own death
         now = time.monotonic()
         if now - self._looked >= TICK_S:
             self._looked = now
@@ -168,12 +170,12 @@ class RankGroup:
             self._oom.look(now)
 
     def _hear(self, patience_s: float) -> None:
-        """Deaths and last words, as they come."""
+        """Note deaths and last words as they come, for this long at most."""
         ready = self._poll.poll(patience_s * 1000)
         now_ns = time.monotonic_ns()
         fds = {fd for fd, _ in ready}
-        if self._bell[0] in fds:
-            os.read(self._bell[0], 4096)
+        if self._wake_pipe[0] in fds:
+            os.read(self._wake_pipe[0], 4096)
         for rank in self.ranks:
             if rank.watched in fds and rank.died_ns is None:
                 rank.died_ns = now_ns
@@ -186,7 +188,7 @@ class RankGroup:
         return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
 
     def _advance(self) -> Phase:
-        """The present phase; what a phase begins with is done when it begins."""
+        """The present phase. If it begins now, this sends its signals."""
         now, living = time.monotonic(), [rank for rank in self.ranks if rank.code is None]
         if not living:
             self._phases.move(Phase.OVER, now)
@@ -195,7 +197,7 @@ class RankGroup:
         begun = self._phases.advance(now, failed=failed, unwanted=self._unwanted, grace_s=self.grace_s)
         if begun is Phase.STOPPING:
             for rank in living:
-                if rank.said is None or rank.said.what != "done":  # a rank that has returned is on its way out
+                if rank.last_words is None or rank.last_words.what != "done":  # else it has returned, and is ending
                     log.warning("Terminating process %d via signal SIGTERM (rank %d)", rank.pid, rank.number)
                     rank.terminate()
         elif begun is Phase.KILLING:
@@ -208,8 +210,8 @@ class RankGroup:
     # The end -------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Not all could be started, or they cannot be watched: those that were are killed. May be called again."""
-        if not self._bell:
+        """Kill all that were started: the others could not start, or watching failed. May be called again."""
+        if not self._wake_pipe:
             return
         try:
             processes = {self._starting, *(rank.process for rank in self.ranks)}
@@ -226,12 +228,12 @@ class RankGroup:
             self.output.finish()
 
     def close(self) -> None:
-        """Whoever is still there is killed by the kernel now: the pipe that says we live is closed."""
+        """Close all descriptors. The kernel kills ranks that still live, because this closes their lifelines."""
         forks.forget(self)
         close_all(self._mine)
         close_all(self._theirs)
         with self._closing:
-            close_all(self._bell)
+            close_all(self._wake_pipe)
 
-    def how(self, rank: Rank) -> How:
-        return how(rank.end(self.output.tail(rank.number)))
+    def kind_of(self, rank: Rank) -> EndKind:
+        return kind_of(rank.end(self.output.tail(rank.number)))
