@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import RankExited, RankRaised, core, errors, local, system
+from holdfast import RankExited, RankRaised, core, errors, launch, local, system
 from holdfast.testing import FAULTS
 
 SOURCE = Path(holdfast.__file__).parent
@@ -90,12 +90,22 @@ def test_the_map_of_the_package_is_true():
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
 
 
-@pytest.mark.parametrize("room", [core, system, local], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("room", [core, system, local, launch], ids=lambda room: room.__name__)
 def test_the_map_of_a_room_is_true(room):
     """Every module, and every folder, stands at the beginning of a line, before its description; nothing else does."""
     named = re.findall(r"^ *(\w+)/?  +", room.__doc__, re.MULTILINE)
     there = [path for path in Path(room.__file__).parent.rglob("*") if path.suffix == ".py" or path.is_dir()]
     assert sorted(named) == sorted(path.stem for path in there if path.stem.strip("_") == path.stem)
+
+
+def test_a_module_of_launch_imports_only_those_above_it_in_the_map():
+    order = re.findall(r"^(\w+)  +", launch.__doc__, re.MULTILINE)
+    for i, module in enumerate(order):
+        text = (SOURCE / "launch" / f"{module}.py").read_text()
+        imported = re.findall(
+            r"^from holdfast\.launch\.(\w+) import|^from holdfast\.launch import (\w+)", text, re.MULTILINE
+        )
+        assert {a or b for a, b in imported} <= set(order[:i]), module
 
 
 def test_files_that_the_docs_name_exist():

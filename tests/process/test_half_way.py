@@ -18,7 +18,7 @@ import torch.utils.data
 
 import holdfast
 from holdfast import launch
-from holdfast.launch import rank_group
+from holdfast.launch import phases
 from holdfast.system import linux
 from tests import conftest
 from tests.conftest import free_descriptors
@@ -288,7 +288,7 @@ def interrupted(tracer):
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a socket object, which closes itself
 def test_an_interrupt_at_any_line_of_the_start_ends_all_ranks(monkeypatch):
     """Whatever line of ours it falls on, where most has been begun: no process, no descriptor, no thread is left."""
-    monkeypatch.setattr(rank_group, "LAST_CALL_S", 0.01)
+    monkeypatch.setattr(phases, "LAST_CALL_S", 0.01)
     lines = lines_of_a_start()
     missed = 0
     for (name, line), passed in lines.items():
@@ -302,14 +302,14 @@ def test_an_interrupt_at_any_line_of_the_start_ends_all_ranks(monkeypatch):
 TRAINER = """
 import multiprocessing, os, signal, threading, time
 import holdfast
-from holdfast.launch import rank_group
+from holdfast.launch import phases
 from holdfast.system import linux
 from tests import conftest
 from tests.conftest import free_descriptors
 from tests.interrupt import Interrupt, handler_raises
 from tests.process import ranks
 
-rank_group.LAST_CALL_S = 0.01
+phases.LAST_CALL_S = 0.01
 FORKED = dict(nprocs=2, start_method="fork")
 armed = False
 

@@ -117,7 +117,7 @@ def test_a_signal_is_named(method, number):
     assert isinstance(error, mp.ProcessExitedException)
     assert str(error).startswith(f"process 1 terminated with signal {number.name} (rank 1 of 2, pid {error.error_pid}")
     assert (error.error_index, error.exit_code, error.signal_name) == (1, -number, number.name)
-    assert "then   rank 0 was stopped by us" in str(error)
+    assert "then   rank 0 was stopped by Holdfast" in str(error)
 
 
 @both
@@ -166,7 +166,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace_period_and_says_where_it_
     with pytest.raises(RankExited, match="process 1 terminated with exit code 9") as caught:
         context.join(grace_period=0.3)
     assert time.monotonic() - began < 10
-    assert re.search(r"rank 0 was stopped by us.* it would not end, and was in .*ranks.py", str(caught.value))
+    assert re.search(r"rank 0 was stopped by Holdfast.* it did not end, and was in .*ranks.py", str(caught.value))
 
 
 def test_the_others_are_stopped_and_the_failure_is_told_though_nobody_waits(caplog):

@@ -37,9 +37,8 @@ from holdfast.local.protocol.wire import (
 )
 from holdfast.local.worker.loop import Job
 from holdfast.shm.memory import Memory
-from holdfast.system import linux, procfs
-from holdfast.system.cgroups import group_of
-from holdfast.system.evidence import Evidence, shm_free, worlds
+from holdfast.system import linux
+from holdfast.system.evidence import Evidence, at_death, worlds
 from holdfast.system.signals import CRASH_SIGNALS, SenderNote
 from holdfast.system.snapshot import Bounds, PySpy, bounds_of
 
@@ -199,20 +198,16 @@ class Keeper:
             on = on if on.stage >= Stage.FETCH else Place(-1, 0, Stage.IDLE, 0.0)
         killed = cause is Cause.SIGNAL and -code == signal.SIGKILL
         fault = life.pulse.sender.fault(-code)
-        evidence = life.evidence(
+        seen = life.evidence(
             now,
             stack="" if cause is Cause.RECYCLED else life.stack or life.crash_text(),
             facts=life.facts or (tuple(life.crash_text().splitlines()) if cause is Cause.RECYCLED else ()),
             peak_bytes=peak,
-            oom=self._oom.claim(now) if killed else None,
-            kernel_log=procfs.kernel_says(life.pid, life.began) if killed else "",
-            group=group_of(),
-            shm_free=shm_free(),
-            pressure=procfs.memory_pressure(),
             fault=fault,
             sender=life.pulse.sender.last(-code) if -code in CRASH_SIGNALS else None,
             bounds=bounds,
         )
+        evidence = at_death(seen, self._oom, now, killed=killed)
         os.close(life.crash)
         os.close(life.batches)
         self._outbox.say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))

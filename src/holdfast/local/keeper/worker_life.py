@@ -18,7 +18,6 @@ from holdfast.system.snapshot import GROWN, LOOK_S, SOON_S, Snapshot, look_at
 SILENT_S = 60.0
 # Readings of a worker's memory that are kept: the last three seconds.
 SERIES = 30
-STACK_BYTES = 32 << 10
 
 
 class Scene(NamedTuple):
@@ -106,7 +105,7 @@ class WorkerLife:
 
     def crash_text(self) -> str:
         """What it left when it crashed: its stack; when it was refused something: what, in words."""
-        return os.pread(self.crash, STACK_BYTES, 0).decode(errors="replace").rstrip()
+        return linux.written_stack(self.crash)
 
     def kill(self) -> None:
         """Only ever a child of ours that was not reaped yet: the pid cannot be anybody else's."""

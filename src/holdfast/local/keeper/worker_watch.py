@@ -62,10 +62,7 @@ class HangProbe:
         if not life.pulse.words[DUMPABLE] or life.view is None or life.view.state in ("T", "t", "Z", ""):
             return
         life.pulse.words[GIL] = 0
-        os.ftruncate(life.crash, 0)
-        os.lseek(life.crash, 0, os.SEEK_SET)
-        linux.ask_for_stack(life.pid, life.crash)
-        life.stack = life.crash_text()
+        life.stack = linux.take_stack(life.pid, life.crash)
         seen = self._pyspy.answer(life.hang)
         gil = {1: False, 2: True}.get(life.pulse.words[GIL], seen.gil)
         life.view = replace(life.view, line=procfs.source_line(life.stack), gil=gil, native=seen.frames)

@@ -17,11 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, reduction, spawn
+from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast import remote_exception
 from holdfast.local.keeper.fork_worker import KeeperOrders
@@ -188,7 +188,7 @@ def fork_keeper(orders: KeeperOrders, job: Job) -> int:
             with LoggingFree():
                 pid = os.fork()
             if pid == 0:
-                _keep(orders, job, before)
+                be(lambda: _keep(orders, job, before))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
@@ -200,13 +200,17 @@ def fork_keeper(orders: KeeperOrders, job: Job) -> int:
 
 
 def _keep(orders: KeeperOrders, job: Job, mask: Any) -> None:
-    """Never returns."""
+    signals = note_signals_only()
+    keeper = Keeper(orders, job, signals)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    keeper.run()
+
+
+def be(main: Callable[[], None]) -> NoReturn:
+    """A forked process does this, and nothing of what its parent has left to do."""
     status = 1
     try:
-        signals = note_signals_only()
-        keeper = Keeper(orders, job, signals)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        keeper.run()
+        main()
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -218,10 +222,7 @@ def spawn_keeper(orders: KeeperOrders, job: Job) -> BaseProcess:
     """A keeper in an interpreter that knows nothing of the trainer but what is pickled."""
     package = Package(job)
     context = multiprocessing.get_context("forkserver")
-    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    wanted = type(job).__module__  # what a worker does, and with it torch
-    if wanted not in modules:
-        context.set_forkserver_preload([*modules, wanted])
+    preload(type(job).__module__)  # what a worker does, and with it torch
     process: BaseProcess = context.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
     try:
         with _true_main():
@@ -259,10 +260,19 @@ def _true_main() -> Iterator[None]:
 
 
 def main_is_importable() -> bool:
-    """True when a spawned process imports the trainer's main module again; not from stdin, nor in a notebook."""
-    with _true_main():
-        data = spawn.get_preparation_data(NAME)
-    return "init_main_from_name" in data or "init_main_from_path" in data
+    """True when a new process can import the trainer's main module again; not from stdin, nor in a notebook."""
+    main = sys.modules.get("__main__")
+    if getattr(getattr(main, "__spec__", None), "name", None) is not None:
+        return True  # python -m
+    path = getattr(main, "__file__", None)
+    return path is not None and os.path.isfile(path)
+
+
+def preload(module: str) -> None:
+    """A fork server that is started from now on has this module, and so pays for its import once."""
+    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if module not in modules:
+        forkserver.set_forkserver_preload([*modules, module])
 
 
 def _keep_spawned(cord: Cord, package: Package) -> None:
