@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Did, Stage
 from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.remote_exception import Raised, capture
@@ -44,8 +44,9 @@ def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
 
 
 def test_a_sample_that_is_killed_too_often_for_chance():
-    case = replace(DEAD, evidence=seen(counters=True), strike=2, needed=2, did="left the sample out")
+    case = replace(DEAD, evidence=seen(counters=True), strike=2, needed=2, done=Did.LEFT_OUT)
     assert named(case).name == "poison-sample"
+    assert named(replace(case, done=Did.SENT_AGAIN)).name == "worker-killed", "chance explains it still"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ class Narrator:
         """The fields of a Case that say what this place is in the user's words."""
         raise NotImplementedError
 
+    def did(self, note: Note) -> str:
+        """What the ledger did, in the words of this face."""
+        raise NotImplementedError
+
     def tell(self, case: Case) -> Incident:
         """Into the report and the log."""
         incident = incident_of(case)
@@ -95,7 +99,8 @@ class Narrator:
             strike=note.strike,
             needed=note.needed,
             attempt=max(1, note.strike),
-            did=note.did,
+            did=self.did(note),
+            done=note.did,
         )
 
     def at(self, on: Place | None, evidence: object, **facts: Any) -> Case:

@@ -3,7 +3,7 @@
 import re
 import signal
 
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, Did
 from holdfast.diagnose.finding import TRAINER, Case, Finding
 from holdfast.diagnose.rules.memory import memory_seen
 from holdfast.system.evidence import Evidence
@@ -49,7 +49,7 @@ def killed(case: Case) -> Finding | None:
     if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
     seen = ("exit by SIGKILL, which Holdfast did not send", *memory_seen(evidence), *_around(evidence))
-    if case.needed and case.strike >= case.needed and "new worker" not in case.did:
+    if case.needed and case.strike >= case.needed and case.done is not Did.SENT_AGAIN:
         return Finding(
             "poison-sample",
             f"this sample has ended {case.strike} lives by SIGKILL, too often for chance",
