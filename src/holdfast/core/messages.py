@@ -51,12 +51,18 @@ class Leave(IntEnum):
 
 
 class What(Enum):
-    """What a host notices of a worker that lives on, or of all of them."""
+    """What an incident is about. The ledger sees the first one; a host notices four more; the faces add their own."""
 
-    SILENT = auto()  # nothing was heard of it for long
-    SIGNALLED = auto()  # it noted a signal and went on
-    COPIED = auto()  # it has copied much of what it inherited from the trainer
+    EXITED = auto()  # a worker's life ended
+    SILENT = auto()  # nothing was heard of a worker for long
+    SIGNALLED = auto()  # a process noted a signal and went on
+    COPIED = auto()  # a worker has copied much of what it inherited from the trainer
     ROOM = auto()  # fewer workers fit into memory
+    BOOT = auto()  # a worker could not start, and said why
+    RAISED = auto()  # user code raised
+    RETRIED = auto()  # user code raised, and did not at a later attempt
+    UNPINNED = auto()  # the device cannot read shared memory in place
+    STATELESS = auto()  # the state of a stream cannot be saved
 
 
 class Did(Enum):

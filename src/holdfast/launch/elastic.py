@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import errors
 
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.errors import legible
 from holdfast.launch.cause import How, RankEnd, how
@@ -68,7 +68,7 @@ class ErrorHandler(errors.ErrorHandler):
         if path is None:
             return
         rank = int(os.environ.get("RANK", "0"))
-        case = Case(what="raised", worker=rank, pid=os.getpid(), raised=capture(e))
+        case = Case(what=What.RAISED, worker=rank, pid=os.getpid(), raised=capture(e))
         self._record(path, case, time.time())
 
     def _record(self, path: str, case: Case, at: float) -> None:
@@ -207,7 +207,9 @@ class DeathWitness:
 
     def _case(self, code: int, evidence: Evidence) -> Case:
         cause = Cause.SIGNAL if code < 0 else Cause.EXIT
-        return Case(what="exited", worker=self._number, pid=self._rank, cause=cause, code=abs(code), evidence=evidence)
+        return Case(
+            what=What.EXITED, worker=self._number, pid=self._rank, cause=cause, code=abs(code), evidence=evidence
+        )
 
     def _rehearse(self) -> None:
         """Once for nothing: what is touched for the first time after a fork is slow, and the launcher does not wait."""

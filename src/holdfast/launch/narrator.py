@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.core.inquest import OWN_FAULT
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, Finding, find
 from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
@@ -33,11 +33,10 @@ def case_of(rank: Rank, did: str = "") -> Case:
     said = rank.said
     code = rank.exit_code
     if said is not None and said.what in ("raised", "boot"):
-        what = "boot" if said.what == "boot" else "raised"
-        about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth}
-        return Case(what=what, raised=said.raised, did=did, **about)  # type: ignore[arg-type]
+        what = What.BOOT if said.what == "boot" else What.RAISED
+        return Case(what=what, worker=rank.number, pid=rank.pid, worker_memory=rank.growth, raised=said.raised, did=did)
     return Case(
-        what="exited" if rank.entered or code <= 0 else "boot",
+        what=What.EXITED if rank.entered or code <= 0 else What.BOOT,
         worker=rank.number,
         pid=rank.pid,
         cause=Cause.SIGNAL if code < 0 else Cause.EXIT,
@@ -50,7 +49,7 @@ def case_of(rank: Rank, did: str = "") -> Case:
 def finding_of(case: Case) -> Finding:
     """Why, in words for ranks."""
     raised = case.raised
-    if case.what == "boot" and raised is None:
+    if case.what is What.BOOT and raised is None:
         return Finding(
             "rank-cannot-start",
             "the process ended before it came to the function: most often because importing the main module raised",
@@ -59,7 +58,7 @@ def finding_of(case: Case) -> Finding:
             "rank imports it",
             "likely",
         )
-    if case.what == "boot" and raised is not None:
+    if case.what is What.BOOT and raised is not None:
         return Finding(
             "rank-cannot-start",
             f"the function or its arguments could not be opened in the rank: {raised.type_name}: {_short(raised.text)}",
@@ -107,7 +106,7 @@ def _short(text: str) -> str:
 
 def ending(case: Case) -> str:
     """torch's own words, which people search for."""
-    if case.what == "boot" and case.raised is not None:
+    if case.what is What.BOOT and case.raised is not None:
         return f"could not start: {case.raised.type_name}: {_short(case.raised.text)}"
     if case.raised is not None:
         return f"raised {case.raised.type_name}: {_short(case.raised.text)}"
@@ -126,7 +125,7 @@ class Attempt:
         self._number = number
         self.rank = next(rank for rank in group.ranks if rank.number == verdict.cause.rank)
         case = case_of(self.rank, "; ".join(filter(None, (self._stopped(), did))))
-        self.boot = case.what == "boot"
+        self.boot = case.what is What.BOOT
         echo = group.how(self.rank) is How.ECHO
         finding = echo_finding(self._done()) if echo else finding_of(case)
         lived = max(0.0, (verdict.cause.at_ns - self.rank.began_ns) / 1e9)

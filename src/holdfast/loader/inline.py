@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
+from holdfast.core.messages import What
 from holdfast.core.restart_budget import BREAKER_LEAST
 from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Case
@@ -170,7 +171,7 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         error = failed.error
         captured = capture(error, catch=Exception)
         case = Case(
-            what="raised",
+            what=What.RAISED,
             worker=0,
             task=self._batch,
             index=failed.index,

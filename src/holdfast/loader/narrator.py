@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Did, Exited, Lost, Note, Stage, Stop
+from holdfast.core.messages import Did, Exited, Lost, Note, Stage, Stop, What
 from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
@@ -75,7 +75,7 @@ class LoaderNarrator(Narrator):
         return _DID_ABOUT_DEATH[note.did].format(at_work=note.at_work)
 
     def incident(self, note: Note | Silence) -> None:
-        if isinstance(note, Silence) and note.what == "copied" and isinstance(note.evidence, Evidence):
+        if isinstance(note, Silence) and note.what is What.COPIED and isinstance(note.evidence, Evidence):
             note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
         super().incident(note)
         if isinstance(note, Note) and note.did in _NOW_BAD and not note.spare:
@@ -111,13 +111,13 @@ class LoaderNarrator(Narrator):
         facts = (f"cuMemHostRegister of {refusal.bytes / 1e6:.1f} MB gave {refusal.why}", limits)
         raised = Raised("CudaError", refusal.why, "", None, None, facts=facts)
         did = "copied batches into memory that torch pins; nothing is lost but speed"
-        self.tell(replace(self.blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
+        self.tell(replace(self.blank, what=What.UNPINNED, worker=TRAINER, raised=raised, did=did))
 
     def no_snapshots(self, raised: Raised, worker: int) -> None:
         """A stream's state cannot be taken: said once."""
         if not self.record.counts["incident:stream-without-state"]:
             did = "took no snapshots: if a worker dies, the next one replays its stream"
-            self.tell(replace(self.blank, what="stateless", worker=worker, raised=raised, did=did, at=time.time()))
+            self.tell(replace(self.blank, what=What.STATELESS, worker=worker, raised=raised, did=did, at=time.time()))
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class LoaderNarrator(Narrator):
                 batch,
                 trouble.index,
                 trouble.position,
-                what="retried" if trouble.fate == "retried" else "raised",
+                what=What.RETRIED if trouble.fate == "retried" else What.RAISED,
                 stage=Stage.FETCH,
                 attempt=trouble.attempts,
                 did=_DID[trouble.fate],
@@ -162,7 +162,7 @@ class LoaderNarrator(Narrator):
             batch,
             failure.index,
             failure.position,
-            what="raised",
+            what=What.RAISED,
             stage=failure.stage,
             attempt=failure.attempts,
             did="raised it from next(); the next call goes on with the next batch",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.messages import Cause, Did, Exited, Lost, Note, Stop
+from holdfast.core.messages import Cause, Did, Exited, Lost, Note, Stop, What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import Record, incident_of, where
@@ -72,7 +72,7 @@ class PoolNarrator(Narrator):
         """The task raised: the error for its future."""
         case = replace(
             self.blank,
-            what="raised",
+            what=What.RAISED,
             worker=worker,
             worker_memory=call.memory or self.blank.worker_memory,
             pid=pid,

@@ -3,7 +3,7 @@
 import signal
 
 from holdfast.core.inquest import OWN_FAULT
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
@@ -13,7 +13,7 @@ from holdfast.system.linux import signal_name
 
 def boot_raised(case: Case) -> Finding | None:
     """Unpickling the dataset, or worker_init_fn."""
-    if case.what != "boot" or case.raised is None:
+    if case.what is not What.BOOT or case.raised is None:
         return None
     return Finding(
         "worker-init-raised",

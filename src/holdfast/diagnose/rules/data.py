@@ -3,7 +3,7 @@
 import errno
 import re
 
-from holdfast.core.messages import Stage
+from holdfast.core.messages import Stage, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.system.evidence import SHARED
 
@@ -28,7 +28,7 @@ _DIFFER = re.compile(r"stack expects each tensor to be equal size|should be of e
 
 def retried(case: Case) -> Finding | None:
     """It raised, and then it did not."""
-    if case.what != "retried" or case.raised is None:
+    if case.what is not What.RETRIED or case.raised is None:
         return None
     return Finding(
         "sample-retried",
@@ -40,7 +40,7 @@ def retried(case: Case) -> Finding | None:
 
 def stateless(case: Case) -> Finding | None:
     """state_dict() of an iterable dataset raised when a snapshot was to be taken."""
-    if case.what != "stateless" or case.raised is None:
+    if case.what is not What.STATELESS or case.raised is None:
         return None
     return Finding(
         "stream-without-state",
@@ -52,7 +52,7 @@ def stateless(case: Case) -> Finding | None:
 
 def about_a_file(case: Case) -> Finding | None:
     """The number of the error says what is wrong with the file."""
-    if case.raised is None or case.raised.errno not in _FILES or case.what == "boot":
+    if case.raised is None or case.raised.errno not in _FILES or case.what is What.BOOT:
         return None
     name, says, advice = _FILES[case.raised.errno]
     return Finding(name, f"{says}: {case.raised.text}", case.raised.facts, advice)

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from holdfast.core.messages import Cause, Did, Stage
+from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import View
 
@@ -115,7 +115,7 @@ def _children(view: View) -> str:
 
 def hung(case: Case) -> Finding | None:
     """Past `sample_timeout`, or silent for long."""
-    if case.cause is not Cause.DEADLINE and case.what != "silent":
+    if case.cause is not Cause.DEADLINE and case.what is not What.SILENT:
         return None
     view = case.evidence.view if case.evidence is not None and case.evidence.view is not None else View()
     killed = case.cause is Cause.DEADLINE

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 
-from holdfast.core.messages import Cause, Leave
+from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.system.evidence import NO_STACK
 
@@ -127,7 +127,7 @@ def over_quota(case: Case) -> Finding | None:
 def memory_not_locked(case: Case) -> Finding | None:
     """CUDA would not register shared memory."""
     raised = case.raised
-    if case.what != "unpinned" or raised is None:
+    if case.what is not What.UNPINNED or raised is None:
         return None
     return Finding(
         "memory-not-locked",

@@ -3,7 +3,7 @@
 import errno
 import signal
 
-from holdfast.core.messages import Cause, Leave
+from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.system.evidence import Evidence
 
@@ -86,7 +86,7 @@ def grown(case: Case) -> Finding | None:
 
 def short(case: Case) -> Finding | None:
     """The memory of all, not of one worker."""
-    if case.evidence is None or (case.what != "room" and case.cause is not Cause.PRESSURE):
+    if case.evidence is None or (case.what is not What.ROOM and case.cause is not Cause.PRESSURE):
         return None
     return Finding(
         "memory-short",
@@ -98,7 +98,7 @@ def short(case: Case) -> Finding | None:
 
 def copied(case: Case) -> Finding | None:
     """A fork shares its parent's pages until one of the two writes to them."""
-    if case.what != "copied" or case.evidence is None:
+    if case.what is not What.COPIED or case.evidence is None:
         return None
     return Finding(
         "dataset-copied",
