@@ -12,7 +12,7 @@ from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.remote_exception import Raised, capture
 from holdfast.system.cgroups import ControlGroup, Oom
-from holdfast.system.evidence import SHARED, Evidence, View
+from holdfast.system.evidence import Evidence, Sign, View
 from holdfast.system.signals import Fault, Sender
 
 DEAD = Case(what=What.EXITED, worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
@@ -281,14 +281,14 @@ def test_cuda_in_a_fork_is_known_by_torchs_words():
 
 
 @pytest.mark.parametrize(
-    ("type_name", "traceback", "facts", "finding"),
+    ("type_name", "traceback", "signs", "finding"),
     [
-        ("BadZipFile", "", (f"{SHARED}/data/x.zip, at byte 9",), "handle-shared-by-fork"),
-        ("OSError", 'File "h5py/_selector.pyx"', (f"{SHARED}/data/x.h5, at byte 9",), "handle-shared-by-fork"),
+        ("BadZipFile", "", {Sign.SHARED_FILE}, "handle-shared-by-fork"),
+        ("OSError", 'File "h5py/_selector.pyx"', {Sign.SHARED_FILE}, "handle-shared-by-fork"),
         ("BadZipFile", "", (), "sample-raised"),
-        ("KeyError", 'File "mine.py"', (f"{SHARED}/data/x.zip, at byte 9",), "sample-raised"),
+        ("KeyError", 'File "mine.py"', {Sign.SHARED_FILE}, "sample-raised"),
     ],
 )
-def test_a_shared_position_is_blamed_for_nonsense_only(type_name, traceback, facts, finding):
-    raised = Raised(type_name, "what it says", traceback, b"", None, facts=facts)
+def test_a_shared_position_is_blamed_for_nonsense_only(type_name, traceback, signs, finding):
+    raised = Raised(type_name, "what it says", traceback, b"", None, signs=signs)
     assert named(Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)).name == finding

@@ -99,7 +99,7 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         headline=headline,
         finding=finding.name,
         says=finding.says,
-        seen=(*finding.seen, *what_it_had(finding.name, case.evidence)),
+        seen=(*finding.seen, *what_it_had(finding.name, case)),
         did=case.did,
         advice=finding.advice,
         confidence=finding.confidence,

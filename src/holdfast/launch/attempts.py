@@ -159,7 +159,7 @@ class Ranks(ProcessContext):
                 parcel = ShippedFunction(self._fn, self._args)
                 group.start(self._method, self._daemon, parcel, rank, env, None if chosen else threads, self._growth)
         except OSError as error:
-            error.add_note("; ".join(("while the ranks were started", *facts_of(error))))
+            error.add_note("; ".join(("while the ranks were started", *facts_of(error).texts)))
             raise
 
     def _run(self) -> None:

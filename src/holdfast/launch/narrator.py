@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.core.inquest import OWN_FAULT
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, Finding, find
 from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
+from holdfast.diagnose.rules.crash import CRASH_ADVICE
 from holdfast.launch.cause import How, RankExited, RankRaised, RootCause
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_life import Rank
@@ -74,9 +74,7 @@ def finding_of(case: Case) -> Finding:
             raised.facts,
             "the traceback below ends on the line that raised it",
         )
-    advice = _ADVICE.get(finding.name, finding.advice)
-    if case.cause is Cause.SIGNAL and case.code in OWN_FAULT and "stack" in advice:
-        advice = _CRASHED
+    advice = _CRASHED if finding.advice == CRASH_ADVICE else _ADVICE.get(finding.name, finding.advice)
     sender = case.evidence.sender if case.evidence is not None else None
     sent = (f"sent by {sender}",) if sender is not None else ()
     seen = tuple(_of_a_rank(text) for text in finding.seen)

@@ -28,9 +28,11 @@ def boot_raised(case: Case) -> Finding | None:
 STARTUP = (boot_raised,)
 
 
-_LAST_LINE = "the last Python line of the stack called the library that crashed; "
-_SKIP = 'Policy(bad_sample="skip") goes on without such samples'
-_RETRY = "submit_with(..., retries=1) runs a task once more that may be run twice"
+# Where native code crashed: the stack says which.
+CRASH_ADVICE = (
+    "the last Python line of the stack called the library that crashed; "
+    'Policy(bad_sample="skip") goes on without such samples'
+)
 # signal -> (finding, what it means)
 _CRASHES = {
     signal.SIGSEGV: ("worker-segfault", "native code touched memory that is not its own"),
@@ -66,7 +68,7 @@ def crashed(case: Case) -> Finding | None:
     number = signal.Signals(case.code)
     name, means = _CRASHES.get(number, ("worker-terminated", "native code crashed"))
     seen = [f"exit by {signal_name(case.code)}"]
-    advice = _LAST_LINE + _SKIP
+    advice = CRASH_ADVICE
     confidence: Confidence = "certain"
     evidence = case.evidence
     if evidence is not None and evidence.stack:

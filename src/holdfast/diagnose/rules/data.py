@@ -5,7 +5,7 @@ import re
 
 from holdfast.core.messages import Stage, What
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.system.evidence import SHARED
+from holdfast.system.evidence import Sign
 
 _FILES = {
     errno.ESTALE: (
@@ -73,7 +73,7 @@ def cuda_in_fork(case: Case) -> Finding | None:
 def shared_since_fork(case: Case) -> Finding | None:
     """A reader met bytes that make no sense, and a file is open that all workers read at one position."""
     raised = case.raised
-    if raised is None or not any(fact.startswith(SHARED) for fact in raised.facts):
+    if raised is None or Sign.SHARED_FILE not in raised.signs:
         return None
     if raised.type_name not in _NONSENSE and not _READERS.search(raised.traceback[-_TAIL:]):
         return None
@@ -127,7 +127,7 @@ def unsendable(case: Case) -> Finding | None:
 
 def diverged(case: Case) -> Finding | None:
     """A stream that was replayed gave other items."""
-    if case.raised is None or case.raised.type_name != "StreamBroken" or "other items" not in case.raised.text:
+    if case.raised is None or Sign.DIVERGED not in case.raised.signs:
         return None
     return Finding(
         "stream-diverged",

@@ -6,7 +6,7 @@ import re
 
 from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.system.evidence import NO_STACK
+from holdfast.system.evidence import Sign
 
 
 def cannot_fork(case: Case) -> Finding | None:
@@ -38,7 +38,7 @@ def cannot_start_thread(case: Case) -> Finding | None:
     starting = raised.errno == errno.EAGAIN and re.search(r"fork|start_new_thread|_execute_child", raised.traceback)
     if not starting and "can't start new thread" not in raised.text:
         return None
-    if case.worker_memory is not None and any(NO_STACK in fact for fact in raised.facts):
+    if case.worker_memory is not None and Sign.STACK_REFUSED in raised.signs:
         return Finding(
             "allocation-refused",
             "a thread could not be started: its stack does not fit into Policy(worker_memory=...)",
@@ -96,7 +96,7 @@ def no_space(case: Case) -> Finding | None:
     if case.raised is None or case.raised.errno != errno.ENOSPC:
         return None
     full = case.raised.facts
-    if full and full[0].startswith("/dev/shm"):
+    if Sign.SHM_FULL in case.raised.signs:
         return Finding(
             "shm-too-small",
             "/dev/shm is full of what the dataset put there (Holdfast does not use it)",

@@ -5,7 +5,7 @@ import signal
 
 from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.system.evidence import Evidence
+from holdfast.system.evidence import Evidence, Sign
 
 
 def oom_killed(case: Case) -> Finding | None:
@@ -117,7 +117,7 @@ def refused(case: Case) -> Finding | None:
     text = f"{raised.type_name}: {raised.text}"
     if raised.type_name != "MemoryError" and raised.errno != errno.ENOMEM and "can't allocate memory" not in text:
         return None
-    if any(fact.startswith("RLIMIT_AS") for fact in raised.facts):
+    if Sign.ADDRESSES_LIMITED in raised.signs:
         return Finding(
             "address-space-limited",
             "an allocation was refused: the address space of the process is limited (RLIMIT_AS)",
@@ -126,7 +126,7 @@ def refused(case: Case) -> Finding | None:
             "gigabytes of addresses",
             "likely",
         )
-    limited = case.worker_memory is not None and any(fact.startswith("RLIMIT_DATA") for fact in raised.facts)
+    limited = case.worker_memory is not None and Sign.DATA_LIMITED in raised.signs
     limit = "its memory limit" if case.of_pool else "Policy(worker_memory=...)"
     why = f"past {limit}" if limited else "the system had no more, or the size asked for is absurd"
     return Finding(

@@ -118,7 +118,7 @@ class LocalHost:
             self._open()
         except BaseException as error:
             if isinstance(error, OSError):
-                error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error))))
+                error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error).texts)))
             self.close(0.0)
             raise
         self._closed = False
@@ -266,7 +266,7 @@ class LocalHost:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            evidence = Evidence(pid=0, fork_errno=error.errno, limits=facts_of(error))
+            evidence = Evidence(pid=0, fork_errno=error.errno, limits=facts_of(error).texts)
             self._events.append(Exited(worker, life, time.monotonic(), Cause.UNBORN, error.errno, _NOWHERE, evidence))
             return
         self._channels[worker] = line
