@@ -97,9 +97,11 @@ class TooManyBad(HoldfastError, RuntimeError):
 class StreamBroken(HoldfastError, RuntimeError):
     """A worker's stream of an iterable dataset ended in an error and cannot go on."""
 
-    def __init__(self, message: str, worker: int | None = None) -> None:
-        super().__init__(message, worker)
+    def __init__(self, message: str, worker: int | None = None, diverged: bool = False) -> None:
+        """`diverged`: it gave other items when it was replayed."""
+        super().__init__(message, worker, diverged)
         self.worker = worker
+        self.diverged = diverged
 
 
 class TaskLost(HoldfastError, BrokenProcessPool):

@@ -21,13 +21,14 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from holdfast.errors import RemoteTraceback, SampleError, legible
-from holdfast.system.evidence import facts_of
+from holdfast.system.evidence import Facts, Sign, facts_of
 from holdfast.system.signals import raised_by_handler
 
 T = TypeVar("T")
 # Letters of a text, and of a traceback, that fit the smallest slot many times.
 _BRIEF = 20_000
 _FACTS = 8
+_NO_FACTS = Facts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class Raised:
     parts: bytes | None
     errno: int = 0
     facts: tuple[str, ...] = ()
-    """What was seen around it: descriptors, limits, free space."""
+    """What was seen around it, for people: descriptors, limits, free space."""
+    signs: frozenset[Sign] = frozenset()
+    """The same for the rules."""
     transform: str = ""
     """The dataset's transform that it came out of, if it came out of one."""
 
@@ -59,13 +62,13 @@ class Raised:
         )
 
 
-def capture(error: BaseException, facts: tuple[str, ...] = (), catch: type[BaseException] = BaseException) -> Raised:
-    """Which process: the worker, in the except clause. `facts`: what its user knows of it.
+def capture(error: BaseException, known: Facts = _NO_FACTS, catch: type[BaseException] = BaseException) -> Raised:
+    """Which process: the worker, in the except clause. `known`: what its user knows of it.
 
     An exception is an object of the user's: whatever it is asked may raise. `catch`: what is caught then; in the
     trainer a Ctrl-C is not.
     """
-    none: tuple[str, ...] = ()
+    seen = _asked(lambda: facts_of(error), _NO_FACTS, catch)
     return Raised(
         type_name=_asked(lambda: _plain(type(error).__name__), "an exception", catch),
         text=text_of(error, catch),
@@ -73,7 +76,8 @@ def capture(error: BaseException, facts: tuple[str, ...] = (), catch: type[BaseE
         pickled=_pickled(error, catch),
         parts=_asked(lambda: _parts(error, catch), None, catch),
         errno=_asked(lambda: _errno_of(error), 0, catch),
-        facts=(*facts, *_asked(lambda: facts_of(error), none, catch)),
+        facts=known.texts + seen.texts,
+        signs=known.signs | seen.signs,
         transform=_asked(lambda: transform_in(error.__traceback__), "", catch),
     )
 

@@ -12,6 +12,7 @@ from holdfast.core.messages import (
     BootFailed,
     Cause,
     Deliver,
+    Did,
     Discard,
     Drawn,
     Drop,
@@ -34,6 +35,7 @@ from holdfast.core.messages import (
     Stage,
     Start,
     Stop,
+    Why,
     Withdrawn,
 )
 from holdfast.core.supervisor import Story, replay
@@ -216,7 +218,7 @@ def test_a_worker_that_never_comes_up_ends_the_run():
 def test_a_boot_error_ends_the_run_with_it():
     ledger = Ledger(1, 2, Policy())
     ledger.on(Opened(0.0))
-    assert ledger.on(BootFailed(0, 1, "why")) == [Stop("boot", BootFailed(0, 1, "why"), 0, 0)]
+    assert ledger.on(BootFailed(0, 1, "why")) == [Stop(Why.BOOT, BootFailed(0, 1, "why"), 0, 0)]
 
 
 def test_a_hang_on_the_first_sample_of_all_renews_the_keeper_once():
@@ -243,7 +245,7 @@ def test_the_breaker_opens_on_too_many_bad():
     ledger.on(Drawn(0, 10))
     ledger.on(Drawn(1, 10))
     assert not any(isinstance(a, Stop) for a in ledger.on(Finished(0, 1, 0, "a", 5)))
-    assert ledger.on(Finished(1, 1, 1, "b", 1)) == [Stop("bad", None, 6, 20, ((1, "b"),))]
+    assert ledger.on(Finished(1, 1, 1, "b", 1)) == [Stop(Why.BAD, None, 6, 20, ((1, "b"),))]
 
 
 def test_streams_take_turns_and_end_one_by_one():
@@ -373,7 +375,7 @@ def test_a_process_that_cannot_be_had_leaves_fewer_workers():
     ledger = opened()
     ledger.on(Drawn(0, 4))
     note, send = ledger.on(gone(0, 1, Cause.UNBORN, 11))
-    assert note.did == "went on with 1 workers"
+    assert (note.did, note.at_work) == (Did.WENT_ON, 1)
     assert (send.worker, send.task) == (1, 0)
     assert ledger.allowed == 1
 

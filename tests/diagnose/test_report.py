@@ -5,13 +5,13 @@ import signal
 import time
 from dataclasses import replace
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.report import KEPT, BadSample, Record, Report, incident_of
 from holdfast.system.evidence import Evidence, View
 
 CRASH = Case(
-    what="exited",
+    what=What.EXITED,
     worker=2,
     life=3,
     pid=4711,

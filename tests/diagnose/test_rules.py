@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.remote_exception import Raised, capture
 from holdfast.system.cgroups import ControlGroup, Oom
-from holdfast.system.evidence import SHARED, Evidence, View
+from holdfast.system.evidence import Evidence, Sign, View
 from holdfast.system.signals import Fault, Sender
 
-DEAD = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
-HUNG = Case(what="exited", worker=1, stage=Stage.FETCH, cause=Cause.DEADLINE, seconds=2.0, sample_timeout=2.0)
-SENT = Case(what="signal", worker=1, code=signal.SIGTERM)
+DEAD = Case(what=What.EXITED, worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
+HUNG = Case(what=What.EXITED, worker=1, stage=Stage.FETCH, cause=Cause.DEADLINE, seconds=2.0, sample_timeout=2.0)
+SENT = Case(what=What.SIGNALLED, worker=1, code=signal.SIGTERM)
 
 
 def seen(**facts):
@@ -44,8 +44,9 @@ def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
 
 
 def test_a_sample_that_is_killed_too_often_for_chance():
-    case = replace(DEAD, evidence=seen(counters=True), strike=2, needed=2, did="left the sample out")
+    case = replace(DEAD, evidence=seen(counters=True), strike=2, needed=2, done=Did.LEFT_OUT)
     assert named(case).name == "poison-sample"
+    assert named(replace(case, done=Did.SENT_AGAIN)).name == "worker-killed", "chance explains it still"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_who_signals_the_trainer():
 )
 def test_what_a_hung_worker_waits_for(view, name):
     assert named(replace(HUNG, evidence=seen(view=view))).name == name
-    silent = replace(HUNG, what="silent", cause=None, code=60, evidence=seen(view=view))
+    silent = replace(HUNG, what=What.SILENT, cause=None, code=60, evidence=seen(view=view))
     assert named(silent).name == ("worker-silent" if name == "sample-hung" else name)
 
 
@@ -209,7 +210,7 @@ def test_a_quota_is_no_full_disk():
     try:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/home/me/cache")
     except OSError as error:
-        case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
+        case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=capture(error))
     finding = named(case)
     assert finding.name == "quota-exceeded"
     assert any("/home/me/cache on " in fact for fact in finding.seen)
@@ -217,7 +218,7 @@ def test_a_quota_is_no_full_disk():
 
 def test_a_transform_is_told_apart_from_the_dataset():
     raised = Raised("ValueError", "too small", "", b"x", None, transform="Compose > Resize")
-    case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=raised)
+    case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)
     assert named(case).name == "transform-raised" and "(Compose > Resize)" in named(case).says
     assert named(replace(case, stage=Stage.COLLATE)).name == "collate-raised"
     assert named(replace(case, raised=replace(raised, errno=2))).name == "file-missing"
@@ -228,13 +229,13 @@ def test_eagain_of_a_read_is_no_process_limit():
     try:
         raise BlockingIOError(11, "Resource temporarily unavailable")
     except BlockingIOError as error:
-        case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
+        case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=capture(error))
     assert named(case).name == "sample-raised"
 
 
 def test_memory_that_cuda_would_not_lock():
     raised = replace(capture(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY (2)")), facts=("RLIMIT_MEMLOCK 64 KiB",))
-    finding = named(Case(what="unpinned", worker=-1, raised=raised))
+    finding = named(Case(what=What.UNPINNED, worker=-1, raised=raised))
     assert finding.name == "memory-not-locked"
     assert "CUDA_ERROR_OUT_OF_MEMORY" in finding.says and finding.seen == raised.facts
 
@@ -275,19 +276,19 @@ def test_a_grpc_channel_without_its_threads_came_by_the_fork(others, threads, fi
 
 def test_cuda_in_a_fork_is_known_by_torchs_words():
     error = RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
-    case = Case(what="raised", worker=0, stage=Stage.FETCH, raised=capture(error))
+    case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=capture(error))
     assert named(case).name == "cuda-in-forked-worker"
 
 
 @pytest.mark.parametrize(
-    ("type_name", "traceback", "facts", "finding"),
+    ("type_name", "traceback", "signs", "finding"),
     [
-        ("BadZipFile", "", (f"{SHARED}/data/x.zip, at byte 9",), "handle-shared-by-fork"),
-        ("OSError", 'File "h5py/_selector.pyx"', (f"{SHARED}/data/x.h5, at byte 9",), "handle-shared-by-fork"),
+        ("BadZipFile", "", {Sign.SHARED_FILE}, "handle-shared-by-fork"),
+        ("OSError", 'File "h5py/_selector.pyx"', {Sign.SHARED_FILE}, "handle-shared-by-fork"),
         ("BadZipFile", "", (), "sample-raised"),
-        ("KeyError", 'File "mine.py"', (f"{SHARED}/data/x.zip, at byte 9",), "sample-raised"),
+        ("KeyError", 'File "mine.py"', {Sign.SHARED_FILE}, "sample-raised"),
     ],
 )
-def test_a_shared_position_is_blamed_for_nonsense_only(type_name, traceback, facts, finding):
-    raised = Raised(type_name, "what it says", traceback, b"", None, facts=facts)
-    assert named(Case(what="raised", worker=0, stage=Stage.FETCH, raised=raised)).name == finding
+def test_a_shared_position_is_blamed_for_nonsense_only(type_name, traceback, signs, finding):
+    raised = Raised(type_name, "what it says", traceback, b"", None, signs=signs)
+    assert named(Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)).name == finding

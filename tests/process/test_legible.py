@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy, Pool, RankExited, RankRaised, WorkerLost
 from holdfast.cli import main
+from holdfast.core.messages import What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import incident_of
 from holdfast.errors import HoldfastError, RemoteTraceback, SampleError, legible
@@ -75,7 +76,7 @@ def test_report_and_log_are_legible(monkeypatch, tmp_path, caplog):
 def test_a_log_line_is_one_line():
     """What an exception says after a line end does not look like a log line of its own."""
     raised = Raised("ValueError", "one\nWARNING all is well", "", None, None)
-    line = incident_of(Case(what="raised", worker=0, raised=raised)).line
+    line = incident_of(Case(what=What.RAISED, worker=0, raised=raised)).line
     assert "\n" not in line and "one\\nWARNING" in line
 
 

@@ -18,6 +18,7 @@ from functools import partial
 import torch.utils.data
 import torch.utils.data.dataloader
 
+from holdfast.core.messages import What
 from holdfast.diagnose.finding import TRAINER, Case
 from holdfast.diagnose.report import incident_of
 from holdfast.diagnose.run_folder import RunFolder
@@ -106,7 +107,7 @@ def _module(name: str, given: list[str]) -> Callable[[], None]:
 
 def _tell(folder: RunFolder | None, number: int, evidence: Evidence) -> None:
     """In the witness: straight to stderr and into the run's folder; the trainer may be gone already."""
-    case = Case(what="signal", worker=TRAINER, pid=evidence.pid, code=number, evidence=evidence, at=time.time())
+    case = Case(what=What.SIGNALLED, worker=TRAINER, pid=evidence.pid, code=number, evidence=evidence, at=time.time())
     incident = incident_of(case)
     os.write(2, f"holdfast: {incident}\n".encode())
     if folder is not None:

@@ -19,17 +19,15 @@ processes of this machine; another host may run actors of a cluster.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from holdfast.core.messages import Event, Place
+from holdfast.core.messages import Event, Place, What
 
 
 class Silence(NamedTuple):
-    """An incident that is no event for the ledger: nothing was heard of a worker for long ("silent"), it noted a
-    signal ("signal"), it has copied much of what it inherited ("copied"); or fewer workers fit into memory ("room").
-    """
+    """An incident that is no event for the ledger: What.SILENT, SIGNALLED, COPIED or ROOM."""
 
     worker: int
     life: int
-    what: str
+    what: What
     code: int
     on: Place
     evidence: object

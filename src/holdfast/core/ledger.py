@@ -35,6 +35,7 @@ from holdfast.core.messages import (
     BootFailed,
     Cause,
     Deliver,
+    Did,
     Discard,
     Drawn,
     Drop,
@@ -59,6 +60,7 @@ from holdfast.core.messages import (
     Start,
     Stop,
     TakeBack,
+    Why,
     Withdrawn,
 )
 from holdfast.core.restart_budget import BadSampleBreaker
@@ -303,7 +305,7 @@ class Ledger:
     def _boot_failed(self, event: BootFailed) -> Sequence[Action]:
         if event.life != self._workers[event.worker].life:
             return [Discard(event.result)]
-        return [self._stop("boot", event)]
+        return [self._stop(Why.BOOT, event)]
 
     # Deaths --------------------------------------------------------------------------------------------------------
 
@@ -313,7 +315,7 @@ class Ledger:
             return ()
         if not worker.open:
             self._roster.next_life(worker)
-            return [Note(event, "nothing: its stream had ended", 0, 0)]
+            return [Note(event, Did.NOTHING, 0, 0)]
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
         task = worker.tasks[on.task] if on is not None else None
         if event.cause in (Cause.RECYCLED, Cause.UNBORN, Cause.PRESSURE):
@@ -334,14 +336,14 @@ class Ledger:
             return self._renew(event)
         spare = 0 if task is None or on is None else on.spare
         if outcome is AfterDeath.STOP:
-            return [Note(event, "gave up: no progress", strike, needed, spare), self._stop("restarts", event)]
+            return [Note(event, Did.STOPPED, strike, needed, spare), self._stop(Why.RESTARTS, event)]
         actions: list[Action] = []
         if task is None or on is None:
-            did = "started a new worker; no sample was being loaded"
+            did = Did.STARTED
         elif outcome is AfterDeath.BAD:
             did, actions = self._give_up(worker, task, on, event)
         else:
-            did = "started a new worker, which loads the batch again"
+            did = Did.SENT_AGAIN
         actions = [Note(event, did, strike, needed, spare), *actions]
         if self.stopped:
             return actions
@@ -356,16 +358,15 @@ class Ledger:
             self._inquest.spend(task, on)
         refused = event.cause is not Cause.RECYCLED or event.code == Leave.PROCESSES
         if refused and not self._shrink(worker) and not worker.leaving and not self._inquest.refuse(event, worker):
-            return [Note(event, "gave up", 0, 0), self._stop("restarts", event)]
+            return [Note(event, Did.STOPPED_REFUSED, 0, 0), self._stop(Why.RESTARTS, event)]
         actions = self._replace(worker)
         if event.cause is Cause.RECYCLED and event.code == Leave.ASKED:
             return actions  # as we wished: no incident
-        did = f"went on with {self.at_work} workers" if worker.away else "started a fresh worker in its place"
-        return [Note(event, did, 0, 0), *actions]
+        did = Did.WENT_ON if worker.away else Did.REFRESHED
+        return [Note(event, did, 0, 0, at_work=self.at_work), *actions]
 
     def _renew(self, event: Exited) -> list[Action]:
-        did = "started a new keeper and new workers; charged to no sample"
-        actions: list[Action] = [Note(event, did, 0, 0), Renew()]
+        actions: list[Action] = [Note(event, Did.RENEWED, 0, 0), Renew()]
         for worker in self._roster.alive():
             actions += self._replace(worker)
         return actions
@@ -378,7 +379,7 @@ class Ledger:
         actions = self._dispatch.give_again(worker)
         return [*actions, *self._dispatch.open(worker)] if left else actions
 
-    def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[str, list[Action]]:
+    def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[Did, list[Action]]:
         """A sample (or a whole batch) is bad: do with it what the policy says."""
         position = on.position if on.spare else blamed_position(on)
         if on.spare and on.spare not in task.deadly:
@@ -389,32 +390,32 @@ class Ledger:
             task.done = True
             task.result = Lost(task.id, position, event, task.attempt + 1)
             if self._streams is not None:
-                return "gave this worker's stream up", self._end_stream(worker)
+                return Did.GAVE_UP_STREAM, self._end_stream(worker)
             self._breaker.seen += task.samples
             if task.lives is not None:
                 self._budget.progress()  # it is out of the way
-            return "gave the batch up: next() raises for it", self._deliver()
+            return Did.GAVE_UP_TASK, self._deliver()
         if on.spare:
-            return "tried another in its place", []
+            return Did.REPLACED_AGAIN, []
         task.bad = (*task.bad, position)
         self._breaker.bad += 1
         actions = self._stop_for_bad() if self._breaker.is_open else []
         if self._policy.bad_sample == "replace":
-            return "replaced the sample", actions
+            return Did.REPLACED, actions
         if len(task.bad) < task.samples:
-            return "left the sample out", actions
+            return Did.LEFT_OUT, actions
         del worker.tasks[task.id]
         task.done, task.result = True, None
-        return "left the sample out; its batch is empty", [*actions, *self._deliver()]
+        return Did.LEFT_OUT_LAST, [*actions, *self._deliver()]
 
-    def _stop(self, why: str, event: BootFailed | Exited) -> Stop:
+    def _stop(self, why: Why, event: BootFailed | Exited) -> Stop:
         self.stopped = True
         return Stop(why, event, self._breaker.bad, self._breaker.seen)
 
     def _stop_for_bad(self) -> list[Action]:
         self.stopped = True
         results = tuple((task.id, task.result) for task in self._tasks.values() if task.done)
-        return [Stop("bad", None, self._breaker.bad, self._breaker.seen, results)]
+        return [Stop(Why.BAD, None, self._breaker.bad, self._breaker.seen, results)]
 
     # How many workers ----------------------------------------------------------------------------------------------
 

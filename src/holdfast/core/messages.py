@@ -8,7 +8,7 @@ Named tuples, because two events and two actions are made for every batch: 0.3 u
 dataclass, and as immutable.
 """
 
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 
@@ -48,6 +48,48 @@ class Leave(IntEnum):
     DESCRIPTORS = 3
     PROCESSES = 4  # a thread or a process was refused to it
     UNFIT = 5  # it could not start, and has said so
+
+
+class What(Enum):
+    """What an incident is about. The ledger sees the first one; a host notices four more; the faces add their own."""
+
+    EXITED = auto()  # a worker's life ended
+    SILENT = auto()  # nothing was heard of a worker for long
+    SIGNALLED = auto()  # a process noted a signal and went on
+    COPIED = auto()  # a worker has copied much of what it inherited from the trainer
+    ROOM = auto()  # fewer workers fit into memory
+    BOOT = auto()  # a worker could not start, and said why
+    RAISED = auto()  # user code raised
+    RETRIED = auto()  # user code raised, and did not at a later attempt
+    UNPINNED = auto()  # the device cannot read shared memory in place
+    STATELESS = auto()  # the state of a stream cannot be saved
+
+
+class Did(Enum):
+    """What the ledger did about a death. Each face has its own words for it."""
+
+    NOTHING = auto()  # the worker's stream had ended
+    STARTED = auto()  # a new worker; the dead one was on no task
+    SENT_AGAIN = auto()  # a new worker, which does the task again
+    RENEWED = auto()  # a new keeper and new workers
+    REFRESHED = auto()  # a fresh worker in the place of one that left
+    WENT_ON = auto()  # with the workers that are left
+    REPLACED = auto()  # another sample takes the place of a bad one
+    REPLACED_AGAIN = auto()  # the one in its place was bad as well
+    LEFT_OUT = auto()  # the bad sample
+    LEFT_OUT_LAST = auto()  # the bad sample, which was the last one of its batch
+    GAVE_UP_TASK = auto()
+    GAVE_UP_STREAM = auto()
+    STOPPED = auto()  # this worker died too often without progress
+    STOPPED_REFUSED = auto()  # it was refused a process, or left, too often
+
+
+class Why(Enum):
+    """Why going on would not help."""
+
+    BOOT = auto()  # a worker could not start: `event` is its BootFailed
+    RESTARTS = auto()  # a worker dies again and again: `event` is its last Exited
+    BAD = auto()  # too many samples are bad
 
 
 class Place(NamedTuple):
@@ -263,22 +305,22 @@ class Renew(NamedTuple):
 class Note(NamedTuple):
     """An incident: what happened, what was done about it, and the standing of the sample it happened on.
 
-    `spare`: which sample in its place it was, counted from 1; 0 for the sample itself.
+    `spare`: which sample in its place it was, counted from 1; 0 for the sample itself. `at_work`: the workers that are
+    left, for Did.WENT_ON.
     """
 
     event: Exited
-    did: str
+    did: Did
     strike: int
     needed: int
     spare: int = 0
+    at_work: int = 0
 
 
 class Stop(NamedTuple):
-    """Going on would not help. `why`: "boot", "restarts" or "bad". `results`: of tasks whose turn had not come; they
-    know more about what was bad.
-    """
+    """Going on would not help. `results`: of tasks whose turn had not come; they know more about what was bad."""
 
-    why: str
+    why: Why
     event: BootFailed | Exited | None
     bad: int
     seen: int

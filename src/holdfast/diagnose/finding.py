@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.remote_exception import Raised, shown
 from holdfast.system.evidence import Evidence
 
@@ -16,7 +16,6 @@ from holdfast.system.evidence import Evidence
 KEEPER, TRAINER = -1, -2
 
 Confidence = Literal["certain", "likely", "possible"]
-What = Literal["exited", "silent", "signal", "raised", "retried", "boot", "room", "copied", "unpinned", "stateless"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,8 @@ class Case:
     attempts: int = 1
     """Of a pool: how often the task may be begun."""
     did: str = ""
+    done: Did | None = None
+    """What the ledger did; `did` says it in words."""
     at: float = 0.0
     """When the trainer learned of it, in seconds since 1970; 0 when nobody looked at the clock."""
 

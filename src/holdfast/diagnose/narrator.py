@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Cause, Exited, Note, Place, Stage
+from holdfast.core.messages import Cause, Exited, Note, Place, Stage, What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import Incident, Record, incident_of
 from holdfast.policy import Policy
@@ -26,7 +26,7 @@ class Narrator:
         self.record = record
         self.policy = policy
         self.blank = Case(
-            what="exited",
+            what=What.EXITED,
             worker=0,
             sample_timeout=policy.sample_timeout,
             worker_memory=growth_bytes,
@@ -36,6 +36,10 @@ class Narrator:
 
     def name(self, task: int, position: int) -> dict[str, Any]:
         """The fields of a Case that say what this place is in the user's words."""
+        raise NotImplementedError
+
+    def did(self, note: Note) -> str:
+        """What the ledger did, in the words of this face."""
         raise NotImplementedError
 
     def tell(self, case: Case) -> Incident:
@@ -59,7 +63,7 @@ class Narrator:
 
     def could_not_start(self, raised: Raised, worker: int) -> Incident:
         """What a worker raised before it was ready."""
-        case = replace(self.blank, what="boot", worker=worker, stage=Stage.INIT, raised=raised, at=time.time())
+        case = replace(self.blank, what=What.BOOT, worker=worker, stage=Stage.INIT, raised=raised, at=time.time())
         return self.tell(case)
 
     def gave_up(self, event: Exited) -> str:
@@ -95,7 +99,8 @@ class Narrator:
             strike=note.strike,
             needed=note.needed,
             attempt=max(1, note.strike),
-            did=note.did,
+            did=self.did(note),
+            done=note.did,
         )
 
     def at(self, on: Place | None, evidence: object, **facts: Any) -> Case:

@@ -1,6 +1,7 @@
 """What a process had when it was last looked at, in words; only where that helps to understand its end."""
 
-from holdfast.system.evidence import Evidence
+from holdfast.core.messages import Cause, Leave
+from holdfast.diagnose.finding import Case
 from holdfast.system.snapshot import Snapshot
 
 # Findings of which what it had is a part.
@@ -12,15 +13,16 @@ _SHOWN = 4
 _LETTERS = 80
 
 
-def what_it_had(finding: str, evidence: Evidence | None) -> tuple[str, ...]:
+def what_it_had(finding: str, case: Case) -> tuple[str, ...]:
     """Facts to add to what a rule has seen."""
+    evidence = case.evidence
     if evidence is None or evidence.look is None:
         return ()
     look = evidence.look
     soft = evidence.bounds.soft("RLIMIT_NOFILE") if evidence.bounds is not None else None
     group = evidence.group
     about = finding in _ABOUT
-    told = any(fact.startswith("open: ") for fact in evidence.facts)
+    told = case.cause is Cause.RECYCLED and case.code == Leave.DESCRIPTORS  # the rule has named its files
     facts = []
     if not told and (about or (soft is not None and look.descriptors >= _NEAR * soft)):
         facts.append(_descriptors(look, soft))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
 from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
@@ -113,7 +113,7 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         headline=_at_most(headline, _TEXT),
         finding=finding.name,
         says=_at_most(finding.says, _TEXT),
-        seen=tuple(_at_most(fact, _TEXT) for fact in (*finding.seen, *what_it_had(finding.name, case.evidence))),
+        seen=tuple(_at_most(fact, _TEXT) for fact in (*finding.seen, *what_it_had(finding.name, case))),
         did=case.did,
         advice=finding.advice,
         confidence=finding.confidence,
@@ -124,7 +124,7 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         index=case.index,
         stage=(case.stage or Stage.IDLE).name.lower(),
         attempt=case.attempt,
-        signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what == "signal" else None,
+        signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what is What.SIGNALLED else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
         stack=_end_of(stack, _STACK),
         again=case.again,
@@ -173,25 +173,25 @@ def _traceback(case: Case) -> str:
 def _headline(case: Case, finding: Finding) -> str:
     who = {KEEPER: "the keeper", TRAINER: "the trainer"}.get(case.worker, f"worker {case.worker}")
     match case.what:
-        case "room":
+        case What.ROOM:
             return f"memory is short: {case.code} worker{'s' if case.code != 1 else ''} at work for now"
-        case "copied":
+        case What.COPIED:
             return f"{who} has copied {case.code} MiB of what it shared with the trainer"
-        case "unpinned":
+        case What.UNPINNED:
             return "the trainer cannot let the device read shared memory in place"
-        case "stateless":
+        case What.STATELESS:
             return f"{who} cannot save the state of its stream"
-        case "exited":
+        case What.EXITED:
             end = _end(case)
-        case "silent":
+        case What.SILENT:
             end = f"has been silent for {case.code} s"
-        case "signal":
+        case What.SIGNALLED:
             end = f"was sent {signal_name(case.code)}"
-        case "boot":
+        case What.BOOT:
             end = "could not start"
-        case "retried":
+        case What.RETRIED:
             end = "had to try again"
-        case _:
+        case What.RAISED:
             end = f"got {case.raised.type_name if case.raised else 'an error'}"
     return f"{who} {end} {where(case)}".rstrip()
 

@@ -237,7 +237,7 @@ class Ranks(ProcessContext):
                 own_threads = None if chosen else threads
                 group.start(self._method, self._daemon, function, rank, env, own_threads, self._growth_bytes)
         except OSError as error:
-            error.add_note("; ".join(("while the ranks were started", *facts_of(error))))
+            error.add_note("; ".join(("while the ranks were started", *facts_of(error).texts)))
             raise
 
     def _run(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import errors
 
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.errors import legible
 from holdfast.launch.cause import EndKind, RankEnd, kind_of
@@ -66,7 +66,7 @@ class ErrorHandler(errors.ErrorHandler):
         if path is None:
             return
         rank = int(os.environ.get("RANK", "0"))
-        case = Case(what="raised", worker=rank, pid=os.getpid(), raised=capture(e))
+        case = Case(what=What.RAISED, worker=rank, pid=os.getpid(), raised=capture(e))
         self._record(path, case, time.time())
 
     def _record(self, path: str, case: Case, at: float) -> None:
@@ -187,7 +187,9 @@ class DeathWitness:
 
     def _case(self, code: int, evidence: Evidence) -> Case:
         cause = Cause.SIGNAL if code < 0 else Cause.EXIT
-        return Case(what="exited", worker=self._number, pid=self._rank, cause=cause, code=abs(code), evidence=evidence)
+        return Case(
+            what=What.EXITED, worker=self._number, pid=self._rank, cause=cause, code=abs(code), evidence=evidence
+        )
 
     def _rehearse(self, oom: OomWatch) -> None:
         """Do all once without effect: the first time after a fork is slow, and the launcher does not wait."""

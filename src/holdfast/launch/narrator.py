@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.core.inquest import OWN_FAULT
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, Finding, find
 from holdfast.diagnose.machine import Machine
 from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
+from holdfast.diagnose.rules.crash import CRASH_ADVICE
 from holdfast.launch.cause import EndKind, RankExited, RankRaised, RootCause
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_life import Rank
@@ -34,11 +34,11 @@ def case_of(rank: Rank, did: str = "") -> Case:
     last_words = rank.last_words
     code = rank.exit_code
     if last_words is not None and last_words.what in ("raised", "boot"):
-        what = "boot" if last_words.what == "boot" else "raised"
+        what = What.BOOT if last_words.what == "boot" else What.RAISED
         about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth_bytes}
         return Case(what=what, raised=last_words.raised, did=did, **about)  # type: ignore[arg-type]
     return Case(
-        what="exited" if rank.entered or code <= 0 else "boot",
+        what=What.EXITED if rank.entered or code <= 0 else What.BOOT,
         worker=rank.number,
         pid=rank.pid,
         cause=Cause.SIGNAL if code < 0 else Cause.EXIT,
@@ -51,7 +51,7 @@ def case_of(rank: Rank, did: str = "") -> Case:
 def finding_of(case: Case) -> Finding:
     """Why a rank ended, in words for ranks."""
     raised = case.raised
-    if case.what == "boot" and raised is None:
+    if case.what is What.BOOT and raised is None:
         return Finding(
             "rank-cannot-start",
             "the process ended before it reached the function: most often because importing the main module raised",
@@ -60,7 +60,7 @@ def finding_of(case: Case) -> Finding:
             '`if __name__ == "__main__":` only',
             "likely",
         )
-    if case.what == "boot" and raised is not None:
+    if case.what is What.BOOT and raised is not None:
         return Finding(
             "rank-cannot-start",
             f"the function or its arguments could not be opened in the rank: {raised.type_name}: {_short(raised.text)}",
@@ -76,9 +76,7 @@ def finding_of(case: Case) -> Finding:
             raised.facts,
             "the traceback below ends on the line that raised it",
         )
-    advice = _ADVICE.get(finding.name, finding.advice)
-    if case.cause is Cause.SIGNAL and case.code in OWN_FAULT and "stack" in advice:
-        advice = _CRASHED
+    advice = _CRASHED if finding.advice == CRASH_ADVICE else _ADVICE.get(finding.name, finding.advice)
     sender = case.evidence.sender if case.evidence is not None else None
     sent = (f"sent by {sender}",) if sender is not None else ()
     seen = tuple(_of_a_rank(text) for text in finding.seen)
@@ -108,7 +106,7 @@ def _short(text: str) -> str:
 
 def ending(case: Case) -> str:
     """How a rank ended, in torch's own words, which people search for."""
-    if case.what == "boot" and case.raised is not None:
+    if case.what is What.BOOT and case.raised is not None:
         return f"could not start: {case.raised.type_name}: {_short(case.raised.text)}"
     if case.raised is not None:
         return f"raised {case.raised.type_name}: {_short(case.raised.text)}"
@@ -146,7 +144,7 @@ class FailedAttempt:
         self._number = number
         self.rank = next(rank for rank in group.ranks if rank.number == verdict.cause.rank)
         case = case_of(self.rank, "; ".join(filter(None, (self._stopped(), did))))
-        self.boot = case.what == "boot"
+        self.boot = case.what is What.BOOT
         echo = group.kind_of(self.rank) is EndKind.ECHO
         finding = echo_finding(self._done()) if echo else finding_of(case)
         lived = max(0.0, (verdict.cause.at_ns - self.rank.began_ns) / 1e9)

@@ -21,7 +21,7 @@ from holdfast.local.protocol.pulse import BASE, POSITION, RETRIES, SAMPLES, SINC
 from holdfast.local.worker.loop import Spent
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture, text_of
-from holdfast.system.evidence import facts_of
+from holdfast.system.evidence import Facts, facts_of
 from holdfast.system.linux import refused
 from holdfast.system.signals import raised_by_handler
 
@@ -107,7 +107,7 @@ class SampleFailed(Exception):
 
     def to_failure(self, troubles: Sequence[Trouble] = ()) -> BatchFailure:
         """As plain data, for the trainer."""
-        raised = capture(self.error, self.facts)
+        raised = capture(self.error, Facts(self.facts))
         return BatchFailure(self.position, self.index, self.stage, self.attempts, raised, tuple(troubles))
 
 
@@ -288,7 +288,7 @@ class MapFetcher:
             except self._catch():  # user code: its __str__, its properties
                 return
             if why is not None:
-                raise Spent(why, (f"{type(error).__name__}: {text_of(error, self._kind)}"[:300], *facts))
+                raise Spent(why, (f"{type(error).__name__}: {text_of(error, self._kind)}"[:300], *facts.texts))
 
     def _one(self, position: int, index: Any, draw: Draw, troubles: list[Trouble]) -> Any:
         """One sample, with retries. While a store is down, the first sample alone waits for it as long as it may."""

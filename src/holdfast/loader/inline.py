@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
+from holdfast.core.messages import What
 from holdfast.core.restart_budget import BREAKER_LEAST
 from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Case
@@ -174,7 +175,7 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         captured = capture(error, catch=Exception)
         (index,) = _lasting([failed.index])
         case = Case(
-            what="raised",
+            what=What.RAISED,
             worker=0,
             task=self._batch,
             index=index,

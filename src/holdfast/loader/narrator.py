@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Exited, Lost, Note, Stage, Stop
+from holdfast.core.messages import Did, Exited, Lost, Note, Stage, Stop, What
 from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
@@ -24,10 +24,25 @@ from holdfast.system.cgroups import usable_cpus
 from holdfast.system.evidence import Evidence
 
 _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
-
-
-# What the ledger says of a sample that ended too many lives, and is left out or replaced.
-GIVEN_UP = ("left the sample out", "replaced the sample")
+# What the ledger did about a death.
+_DID_ABOUT_DEATH = {
+    Did.NOTHING: "nothing: its stream had ended",
+    Did.STARTED: "started a new worker; no sample was being loaded",
+    Did.SENT_AGAIN: "started a new worker, which loads the batch again",
+    Did.RENEWED: "started a new keeper and new workers; charged to no sample",
+    Did.REFRESHED: "started a fresh worker in its place",
+    Did.WENT_ON: "went on with {at_work} workers",
+    Did.REPLACED: "replaced the sample",
+    Did.REPLACED_AGAIN: "tried another in its place",
+    Did.LEFT_OUT: "left the sample out",
+    Did.LEFT_OUT_LAST: "left the sample out; its batch is empty",
+    Did.GAVE_UP_TASK: "gave the batch up: next() raises for it",
+    Did.GAVE_UP_STREAM: "gave this worker's stream up",
+    Did.STOPPED: "gave up: no progress",
+    Did.STOPPED_REFUSED: "gave up",
+}
+# A sample that ended too many lives is bad from then on.
+_NOW_BAD = (Did.REPLACED, Did.LEFT_OUT, Did.LEFT_OUT_LAST)
 
 
 class LoaderNarrator(Narrator):
@@ -60,11 +75,14 @@ class LoaderNarrator(Narrator):
 
     # Deaths --------------------------------------------------------------------------------------------------------
 
+    def did(self, note: Note) -> str:
+        return _DID_ABOUT_DEATH[note.did].format(at_work=note.at_work)
+
     def incident(self, note: Note | Silence) -> None:
-        if isinstance(note, Silence) and note.what == "copied" and isinstance(note.evidence, Evidence):
+        if isinstance(note, Silence) and note.what is What.COPIED and isinstance(note.evidence, Evidence):
             note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
         super().incident(note)
-        if isinstance(note, Note) and note.did.startswith(GIVEN_UP) and not note.spare:
+        if isinstance(note, Note) and note.did in _NOW_BAD and not note.spare:
             case, on = self.death(note), note.event.on
             if on is not None:
                 self._given_up[on.task, on.position] = len(self.record.bad_samples)
@@ -79,8 +97,8 @@ class LoaderNarrator(Narrator):
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or batch ended too many lives: the error to raise for it."""
-        note = Note(lost.event, "nothing more: next() raises for this batch", lost.attempts, 0)
-        case = self.death(note)
+        case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0))
+        case = replace(case, did="nothing more: next() raises for this batch")
         incident = incident_of(case)
         if lost.position >= 0 and (lost.task, lost.position) not in self._given_up:  # (that was told of then)
             batch = lost.task - self.first_task
@@ -97,13 +115,13 @@ class LoaderNarrator(Narrator):
         facts = (f"cuMemHostRegister of {refusal.bytes / 1e6:.1f} MB gave {refusal.why}", limits)
         raised = Raised("CudaError", refusal.why, "", None, None, facts=facts)
         did = "copied batches into memory that torch pins; nothing is lost but speed"
-        self.tell(replace(self.blank, what="unpinned", worker=TRAINER, raised=raised, did=did))
+        self.tell(replace(self.blank, what=What.UNPINNED, worker=TRAINER, raised=raised, did=did))
 
     def no_snapshots(self, raised: Raised, worker: int) -> None:
         """A stream's state cannot be taken: said once."""
         if not self.record.counts["incident:stream-without-state"]:
             did = "took no snapshots: if a worker dies, the next one replays its stream"
-            self.tell(replace(self.blank, what="stateless", worker=worker, raised=raised, did=did, at=time.time()))
+            self.tell(replace(self.blank, what=What.STATELESS, worker=worker, raised=raised, did=did, at=time.time()))
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +153,7 @@ class LoaderNarrator(Narrator):
                 batch,
                 trouble.index,
                 trouble.position,
-                what="retried" if trouble.fate == "retried" else "raised",
+                what=What.RETRIED if trouble.fate == "retried" else What.RAISED,
                 stage=Stage.FETCH,
                 attempt=trouble.attempts,
                 did=_DID[trouble.fate],
@@ -158,7 +176,7 @@ class LoaderNarrator(Narrator):
             batch,
             failure.index,
             failure.position,
-            what="raised",
+            what=What.RAISED,
             stage=failure.stage,
             attempt=failure.attempts,
             did="raised it from next(); the next call goes on with the next batch",
@@ -182,7 +200,8 @@ class LoaderNarrator(Narrator):
         """Going on would not help: the exception to raise."""
         event = stop.event
         if isinstance(event, Exited):
-            case = self.death(Note(event, "gave up", 0, 0, 0 if event.on is None else event.on.spare))
+            note = Note(event, Did.STOPPED, 0, 0, 0 if event.on is None else event.on.spare)
+            case = replace(self.death(note), did="gave up")
             incident = incident_of(case)
             text = f"{self.gave_up(event)}\n{incident}"
             return WorkerLost(text, case.index, case.worker, incident.stage, incident.stack or None)

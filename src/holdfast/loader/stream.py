@@ -142,7 +142,8 @@ class StreamFetcher:
                 f"the dataset's stream gave other items when it was replayed for batch {number} of this worker: "
                 "its order is not reproducible, so nothing more can be taken from it without loss\n"
                 "    try    seed what shuffles it from get_worker_info().seed, or give the "
-                "dataset state_dict() and load_state_dict()"
+                "dataset state_dict() and load_state_dict()",
+                diverged=True,
             )
 
     def run_out(self, size: int, number: int) -> None:

@@ -27,6 +27,7 @@ from holdfast.shm.pack import Packer
 from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system import linux
+from holdfast.system.evidence import Facts, Sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,11 @@ class PoolJob:
         try:
             result = _limited(head.memory, partial(fn, *args, **kwargs)) if head.memory else fn(*args, **kwargs)
         except BaseException as error:  # user code
-            facts = (f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB",) if head.memory else ()
-            facts = facts if issubclass(type(error), MemoryError) else ()
-            return CallFailure(capture(error, facts), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
+            known = Facts()
+            if head.memory and issubclass(type(error), MemoryError):
+                text = f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB"
+                known = Facts((text,), frozenset({Sign.DATA_LIMITED}))
+            return CallFailure(capture(error, known), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
         self._pulse.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
         fd = -1

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.messages import Cause, Exited, Lost, Note, Stop
+from holdfast.core.messages import Cause, Did, Exited, Lost, Note, Stop, What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import Record, incident_of, where
@@ -40,24 +40,25 @@ class PoolNarrator(Narrator):
 
     def death(self, note: Note) -> Case:
         """In a pool nobody is judged: a task has a number of attempts, and that is all."""
+        return replace(super().death(note), strike=0, needed=0)
+
+    def did(self, note: Note) -> str:
         on = note.event.on
         call = self._calls.get(on.task) if on is not None else None
         if not note.needed:
-            did = "started a new worker; no task was lost"
-        elif call is not None and call.items:
+            return "started a new worker; no task was lost"
+        if call is not None and call.items:
             again = "is run again" if call.lives > 1 else "has this error"
-            did = f"started a new worker; this item {again}, the others of its chunk go on"
-        elif note.strike < note.needed:
-            did = "started a new worker, which runs the task again"
-        else:
-            did = "started a new worker; the task is not run again, its future has this error"
-        return replace(super().death(note._replace(did=did)), strike=0, needed=0)
+            return f"started a new worker; this item {again}, the others of its chunk go on"
+        if note.strike < note.needed:
+            return "started a new worker, which runs the task again"
+        return "started a new worker; the task is not run again, its future has this error"
 
     # One task ------------------------------------------------------------------------------------------------------
 
     def lost(self, call: Call, lost: Lost) -> HoldfastError:
         """It ended its last life: the error for its future."""
-        case = replace(self.death(Note(lost.event, "", lost.attempts, lost.attempts)), **_about(call))
+        case = replace(self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, lost.attempts)), **_about(call))
         incident = incident_of(case)
         kind = TaskTimeout if lost.event.cause is Cause.DEADLINE else TaskLost
         return kind(str(incident), call.number, call.name, case.worker, incident.stack or None)
@@ -71,7 +72,7 @@ class PoolNarrator(Narrator):
         """The task raised: the error for its future."""
         case = replace(
             self.blank,
-            what="raised",
+            what=What.RAISED,
             worker=worker,
             worker_memory=call.memory or self.blank.worker_memory,
             pid=pid,
@@ -135,7 +136,7 @@ class PoolNarrator(Narrator):
         """Workers do not stay."""
         event = stop.event
         assert isinstance(event, Exited)
-        incident = incident_of(replace(self.death(Note(event, "", 0, 0)), did="gave up: all tasks fail"))
+        incident = incident_of(replace(self.death(Note(event, Did.STOPPED, 0, 0)), did="gave up: all tasks fail"))
         return PoolBroken(f"{self.gave_up(event)}\n{incident}")
 
 

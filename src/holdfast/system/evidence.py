@@ -8,19 +8,18 @@ import errno
 import os
 import resource
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from holdfast.errors import StreamBroken
 from holdfast.system import linux, procfs
 from holdfast.system.cgroups import ControlGroup, Oom, OomWatch, group_of
 from holdfast.system.signals import Fault, Sender
 from holdfast.system.snapshot import Bounds, Snapshot
 
 _FULL = 1 << 20
-# Said of a thread that could not be started under our own limit on memory.
-NO_STACK = "no room for the stack of a thread"
 _STACK = 16 << 20
-# Said of a file that was open before the fork, and that is read at a position which all workers share.
-SHARED = "open since before the fork, read at one position by all: "
 _MOST_SHARED = 3
 # Whose world this process lives in, by what they leave in the environment.
 _WORLDS = {
@@ -33,6 +32,24 @@ _WORLDS = {
     "torchrun": ("TORCHELASTIC_RUN_ID",),
     "a notebook": ("JPY_PARENT_PID",),
 }
+
+
+class Sign(Enum):
+    """What the rules read from the state of a process in which an exception was raised."""
+
+    STACK_REFUSED = auto()  # our own limit on memory leaves no room for the stack of a thread
+    SHM_FULL = auto()  # the file system that is full is /dev/shm
+    SHARED_FILE = auto()  # a file was open before the fork, and all workers read it at one position
+    ADDRESSES_LIMITED = auto()  # RLIMIT_AS is set
+    DATA_LIMITED = auto()  # RLIMIT_DATA is set
+    DIVERGED = auto()  # a stream gave other items when it was replayed
+
+
+class Facts(NamedTuple):
+    """What was seen around an exception: `texts` for people, `signs` for the rules."""
+
+    texts: tuple[str, ...] = ()
+    signs: frozenset[Sign] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,27 +223,36 @@ def descriptor_limits() -> tuple[str, ...]:
     return (*facts, f"{now} files open on this machine, the limit is {most}")
 
 
-def facts_of(error: BaseException) -> tuple[str, ...]:
+def facts_of(error: BaseException) -> Facts:
     """What there is to know about an exception of running out. Which process: the worker, while it is handled."""
+    if isinstance(error, StreamBroken) and error.diverged:
+        return Facts(signs=frozenset({Sign.DIVERGED}))
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         count, paths = procfs.open_files()
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return (f"{count} descriptors open, the limit is {soft}", f"open: {paths}")
+        return Facts((f"{count} descriptors open, the limit is {soft}", f"open: {paths}"))
     if number == errno.ENOSPC:
         return _full(error)
     if number == errno.EDQUOT:
-        return (f"uid {os.geteuid()}, gid {os.getegid()}", *_about_path(error))
+        return Facts((f"uid {os.geteuid()}, gid {os.getegid()}", *_about_path(error)))
     if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
         limit, used = resource.getrlimit(resource.RLIMIT_DATA)[0], linux.data_bytes()
         ours = limit != resource.RLIM_INFINITY and limit - used < _STACK
-        full = f"RLIMIT_DATA {limit >> 20} MiB, used {used >> 20} MiB: {NO_STACK}"
-        return (*((full,) if ours else ()), f"{procfs.threads()} threads in this process", *process_limits())
+        texts = (f"{procfs.threads()} threads in this process", *process_limits())
+        if not ours:
+            return Facts(texts)
+        full = f"RLIMIT_DATA {limit >> 20} MiB, used {used >> 20} MiB: no room for the stack of a thread"
+        return Facts((full, *texts), frozenset({Sign.STACK_REFUSED}))
     if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error)[:200]:
         return _memory()
     if number is not None:
-        return _about_path(error)
-    return tuple(f"{SHARED}{path}, at byte {position}" for path, position in procfs.shared_files()[:_MOST_SHARED])
+        return Facts(_about_path(error))
+    shared = [
+        f"open since before the fork, read at one position by all: {path}, at byte {position}"
+        for path, position in procfs.shared_files()[:_MOST_SHARED]
+    ]
+    return Facts(tuple(shared), frozenset({Sign.SHARED_FILE} if shared else ()))
 
 
 def _about_path(error: BaseException) -> tuple[str, ...]:
@@ -237,11 +263,12 @@ def _about_path(error: BaseException) -> tuple[str, ...]:
     return (f"{path} on {procfs.file_system(path) or 'an unknown file system'}",)
 
 
-def _full(error: BaseException) -> tuple[str, ...]:
+def _full(error: BaseException) -> Facts:
     """The file systems that are full; the file itself is not named by a failed write, and closed by now."""
     named = getattr(error, "filename", None)
     places = [os.path.dirname(os.path.abspath(named))] if isinstance(named, str) else []
-    facts = []
+    facts: list[str] = []
+    signs = frozenset[Sign]()
     for place in dict.fromkeys([*places, "/dev/shm", *procfs.mounts()]):
         try:
             about = os.statvfs(place)
@@ -249,17 +276,23 @@ def _full(error: BaseException) -> tuple[str, ...]:
             continue  # not ours to look at
         free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
         if size and free < _FULL and not about.f_flag & os.ST_RDONLY:
+            if not facts and Path("/dev/shm") in (Path(place), *Path(place).parents):
+                signs = frozenset({Sign.SHM_FULL})
             facts.append(f"{place}: {free >> 20} of {size >> 20} MiB free")
-    return tuple(facts)
+    return Facts(tuple(facts), signs)
 
 
-def _memory() -> tuple[str, ...]:
-    facts = [f"data of this process {linux.data_bytes() >> 20} MiB"]
-    for name, kind in (("RLIMIT_DATA", resource.RLIMIT_DATA), ("RLIMIT_AS", resource.RLIMIT_AS)):
+def _memory() -> Facts:
+    facts, signs = [f"data of this process {linux.data_bytes() >> 20} MiB"], set()
+    for name, kind, sign in (
+        ("RLIMIT_DATA", resource.RLIMIT_DATA, Sign.DATA_LIMITED),
+        ("RLIMIT_AS", resource.RLIMIT_AS, Sign.ADDRESSES_LIMITED),
+    ):
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY:
+            signs.add(sign)
             facts.append(f"{name} {soft >> 20} MiB")
     group = group_of()
     if group.memory_limit is not None:
         facts.append(f"cgroup limit {group.memory_limit >> 20} MiB, used {group.memory_used >> 20} MiB")
-    return tuple(facts)
+    return Facts(tuple(facts), frozenset(signs))

@@ -3,7 +3,7 @@
 import signal
 
 from holdfast.core.inquest import OWN_FAULT
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
@@ -13,7 +13,7 @@ from holdfast.system.linux import signal_name
 
 def boot_raised(case: Case) -> Finding | None:
     """Unpickling the dataset, or worker_init_fn."""
-    if case.what != "boot" or case.raised is None:
+    if case.what is not What.BOOT or case.raised is None:
         return None
     return Finding(
         "worker-init-raised",
@@ -28,9 +28,11 @@ def boot_raised(case: Case) -> Finding | None:
 STARTUP = (boot_raised,)
 
 
-_LAST_LINE = "the last Python line of the stack called the library that crashed; "
-_SKIP = 'Policy(bad_sample="skip") goes on without such samples'
-_RETRY = "submit_with(..., retries=1) runs a task once more that may be run twice"
+# Where native code crashed: the stack says which.
+CRASH_ADVICE = (
+    "the last Python line of the stack called the library that crashed; "
+    'Policy(bad_sample="skip") goes on without such samples'
+)
 # signal -> (finding, what it means)
 _CRASHES = {
     signal.SIGSEGV: ("worker-segfault", "native code touched memory that is not its own"),
@@ -66,7 +68,7 @@ def crashed(case: Case) -> Finding | None:
     number = signal.Signals(case.code)
     name, means = _CRASHES.get(number, ("worker-terminated", "native code crashed"))
     seen = [f"exit by {signal_name(case.code)}"]
-    advice = _LAST_LINE + _SKIP
+    advice = CRASH_ADVICE
     confidence: Confidence = "certain"
     evidence = case.evidence
     if evidence is not None and evidence.stack:

@@ -3,9 +3,9 @@
 import errno
 import re
 
-from holdfast.core.messages import Stage
+from holdfast.core.messages import Stage, What
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.system.evidence import SHARED
+from holdfast.system.evidence import Sign
 
 _FILES = {
     errno.ESTALE: (
@@ -28,7 +28,7 @@ _DIFFER = re.compile(r"stack expects each tensor to be equal size|should be of e
 
 def retried(case: Case) -> Finding | None:
     """It raised, and then it did not."""
-    if case.what != "retried" or case.raised is None:
+    if case.what is not What.RETRIED or case.raised is None:
         return None
     return Finding(
         "sample-retried",
@@ -40,7 +40,7 @@ def retried(case: Case) -> Finding | None:
 
 def stateless(case: Case) -> Finding | None:
     """state_dict() of an iterable dataset raised when a snapshot was to be taken."""
-    if case.what != "stateless" or case.raised is None:
+    if case.what is not What.STATELESS or case.raised is None:
         return None
     return Finding(
         "stream-without-state",
@@ -52,7 +52,7 @@ def stateless(case: Case) -> Finding | None:
 
 def about_a_file(case: Case) -> Finding | None:
     """The number of the error says what is wrong with the file."""
-    if case.raised is None or case.raised.errno not in _FILES or case.what == "boot":
+    if case.raised is None or case.raised.errno not in _FILES or case.what is What.BOOT:
         return None
     name, says, advice = _FILES[case.raised.errno]
     return Finding(name, f"{says}: {case.raised.text}", case.raised.facts, advice)
@@ -73,7 +73,7 @@ def cuda_in_fork(case: Case) -> Finding | None:
 def shared_since_fork(case: Case) -> Finding | None:
     """A reader met bytes that make no sense, and a file is open that all workers read at one position."""
     raised = case.raised
-    if raised is None or not any(fact.startswith(SHARED) for fact in raised.facts):
+    if raised is None or Sign.SHARED_FILE not in raised.signs:
         return None
     if raised.type_name not in _NONSENSE and not _READERS.search(raised.traceback[-_TAIL:]):
         return None
@@ -127,7 +127,7 @@ def unsendable(case: Case) -> Finding | None:
 
 def diverged(case: Case) -> Finding | None:
     """A stream that was replayed gave other items."""
-    if case.raised is None or case.raised.type_name != "StreamBroken" or "other items" not in case.raised.text:
+    if case.raised is None or Sign.DIVERGED not in case.raised.signs:
         return None
     return Finding(
         "stream-diverged",

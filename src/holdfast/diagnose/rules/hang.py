@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import View
 
@@ -115,7 +115,7 @@ def _children(view: View) -> str:
 
 def hung(case: Case) -> Finding | None:
     """Past `sample_timeout`, or silent for long."""
-    if case.cause is not Cause.DEADLINE and case.what != "silent":
+    if case.cause is not Cause.DEADLINE and case.what is not What.SILENT:
         return None
     view = case.evidence.view if case.evidence is not None and case.evidence.view is not None else View()
     killed = case.cause is Cause.DEADLINE
@@ -235,7 +235,7 @@ def _lock(case: Case, view: View) -> Verdict:
         _LOCK_LINE.search(view.line) or _LOCK_CODE.search(stack.partition("\n\n")[0][:400])
     )
     threads = _threads_at_fork(case)
-    if threads > 1 and own_lock and "new keeper" in case.did:
+    if threads > 1 and own_lock and case.done is Did.RENEWED:
         return (
             "hang-inherited-lock",
             f"a lock that some thread of the trainer held at the fork ({threads} threads): here nobody will release it",
@@ -243,7 +243,7 @@ def _lock(case: Case, view: View) -> Verdict:
             "likely",
         )
     _, library = library_of(view)
-    if view.gil and "new keeper" not in case.did and not (library is not None and library.threads):
+    if view.gil and case.done is not Did.RENEWED and not (library is not None and library.threads):
         return None  # a lock of native code's own: see _holding
     if threads > 1 and not own_lock:
         return _fork_after_threads(view, threads, "likely")
@@ -280,7 +280,7 @@ def _computing(case: Case, view: View) -> Verdict:
     if view.busy < _BUSY and not (view.call == "running" and view.state == "R"):
         return None
     threads = _threads_at_fork(case)
-    if threads > 1 and "new keeper" in case.did:
+    if threads > 1 and case.done is Did.RENEWED:
         return _fork_after_threads(view, threads, "possible")  # a library that spins while it waits looks so, too
     name, _ = library_of(view)
     what = f"native code ({name}) that does not come back" if name else "a loop, or native code that does not come back"

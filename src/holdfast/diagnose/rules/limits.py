@@ -4,9 +4,9 @@ import errno
 import os
 import re
 
-from holdfast.core.messages import Cause, Leave
+from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.system.evidence import NO_STACK
+from holdfast.system.evidence import Sign
 
 
 def cannot_fork(case: Case) -> Finding | None:
@@ -38,7 +38,7 @@ def cannot_start_thread(case: Case) -> Finding | None:
     starting = raised.errno == errno.EAGAIN and re.search(r"fork|start_new_thread|_execute_child", raised.traceback)
     if not starting and "can't start new thread" not in raised.text:
         return None
-    if case.worker_memory is not None and any(NO_STACK in fact for fact in raised.facts):
+    if case.worker_memory is not None and Sign.STACK_REFUSED in raised.signs:
         return Finding(
             "allocation-refused",
             "a thread could not be started: its stack does not fit into Policy(worker_memory=...)",
@@ -96,7 +96,7 @@ def no_space(case: Case) -> Finding | None:
     if case.raised is None or case.raised.errno != errno.ENOSPC:
         return None
     full = case.raised.facts
-    if full and full[0].startswith("/dev/shm"):
+    if Sign.SHM_FULL in case.raised.signs:
         return Finding(
             "shm-too-small",
             "/dev/shm is full of what the dataset put there (Holdfast does not use it)",
@@ -127,7 +127,7 @@ def over_quota(case: Case) -> Finding | None:
 def memory_not_locked(case: Case) -> Finding | None:
     """CUDA would not register shared memory."""
     raised = case.raised
-    if case.what != "unpinned" or raised is None:
+    if case.what is not What.UNPINNED or raised is None:
         return None
     return Finding(
         "memory-not-locked",

@@ -3,9 +3,9 @@
 import errno
 import signal
 
-from holdfast.core.messages import Cause, Leave
+from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case, Finding
-from holdfast.system.evidence import Evidence
+from holdfast.system.evidence import Evidence, Sign
 
 
 def oom_killed(case: Case) -> Finding | None:
@@ -86,7 +86,7 @@ def grown(case: Case) -> Finding | None:
 
 def short(case: Case) -> Finding | None:
     """The memory of all, not of one worker."""
-    if case.evidence is None or (case.what != "room" and case.cause is not Cause.PRESSURE):
+    if case.evidence is None or (case.what is not What.ROOM and case.cause is not Cause.PRESSURE):
         return None
     return Finding(
         "memory-short",
@@ -98,7 +98,7 @@ def short(case: Case) -> Finding | None:
 
 def copied(case: Case) -> Finding | None:
     """A fork shares its parent's pages until one of the two writes to them."""
-    if case.what != "copied" or case.evidence is None:
+    if case.what is not What.COPIED or case.evidence is None:
         return None
     return Finding(
         "dataset-copied",
@@ -117,7 +117,7 @@ def refused(case: Case) -> Finding | None:
     text = f"{raised.type_name}: {raised.text}"
     if raised.type_name != "MemoryError" and raised.errno != errno.ENOMEM and "can't allocate memory" not in text:
         return None
-    if any(fact.startswith("RLIMIT_AS") for fact in raised.facts):
+    if Sign.ADDRESSES_LIMITED in raised.signs:
         return Finding(
             "address-space-limited",
             "an allocation was refused: the address space of the process is limited (RLIMIT_AS)",
@@ -126,7 +126,7 @@ def refused(case: Case) -> Finding | None:
             "gigabytes of addresses",
             "likely",
         )
-    limited = case.worker_memory is not None and any(fact.startswith("RLIMIT_DATA") for fact in raised.facts)
+    limited = case.worker_memory is not None and Sign.DATA_LIMITED in raised.signs
     limit = "its memory limit" if case.of_pool else "Policy(worker_memory=...)"
     why = f"past {limit}" if limited else "the system had no more, or the size asked for is absurd"
     return Finding(

@@ -3,7 +3,7 @@
 import re
 import signal
 
-from holdfast.core.messages import Cause
+from holdfast.core.messages import Cause, Did, What
 from holdfast.diagnose.finding import TRAINER, Case, Finding
 from holdfast.diagnose.rules.memory import memory_seen
 from holdfast.system.evidence import Evidence
@@ -49,7 +49,7 @@ def killed(case: Case) -> Finding | None:
     if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
     seen = ("exit by SIGKILL, which Holdfast did not send", *memory_seen(evidence), *_around(evidence))
-    if case.needed and case.strike >= case.needed and "new worker" not in case.did:
+    if case.needed and case.strike >= case.needed and case.done is not Did.SENT_AGAIN:
         return Finding(
             "poison-sample",
             f"this sample has ended {case.strike} lives by SIGKILL, too often for chance",
@@ -91,7 +91,7 @@ def _who(case: Case) -> str:
 def interrupted(case: Case) -> Finding | None:
     """Ctrl-C in the terminal reaches every process of the group."""
     sender = case.evidence.sender if case.evidence is not None else None
-    if case.what != "signal" or case.code != signal.SIGINT or sender is None or not sender.from_kernel:
+    if case.what is not What.SIGNALLED or case.code != signal.SIGINT or sender is None or not sender.from_kernel:
         return None
     return Finding(
         "interrupted",
@@ -104,7 +104,7 @@ def interrupted(case: Case) -> Finding | None:
 def scheduled(case: Case) -> Finding | None:
     """A scheduler's own process is the sender. (What is started under one is not: that may be anybody's shell.)"""
     sender = case.evidence.sender if case.evidence is not None else None
-    if case.what != "signal" or sender is None:
+    if case.what is not What.SIGNALLED or sender is None:
         return None
     name, advice = _scheduler_of(sender)
     if not name:
@@ -124,7 +124,7 @@ def _seen_around(case: Case) -> tuple[str, ...]:
 
 def noted(case: Case) -> Finding | None:
     """A signal that the worker noted, and survived."""
-    if case.what != "signal":
+    if case.what is not What.SIGNALLED:
         return None
     name = signal_name(case.code)
     return Finding(
@@ -161,7 +161,7 @@ _GRACE = {
 
 def trainer_signalled(case: Case) -> Finding | None:
     """The trainer itself was sent a signal; what it does about it is its own affair."""
-    if case.what != "signal" or case.worker != TRAINER:
+    if case.what is not What.SIGNALLED or case.worker != TRAINER:
         return None
     name = signal_name(case.code)
     sender = case.evidence.sender if case.evidence is not None else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.messages import Cause, Stage
+from holdfast.core.messages import Cause, Stage, What
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.worker_life import WorkerLife
 from holdfast.local.protocol.pulse import ALLOWED, ASKED, BASE, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
@@ -164,7 +164,7 @@ class WorkerWatch:
         if life.copies is None:
             life.copies = Copies(life.pid, self._own, words[BASE] - self._own, now)
         if copied := life.copies.look(now, life.grown):
-            self._say_quiet(life, "copied", copied >> 20, now)
+            self._say_quiet(life, What.COPIED, copied >> 20, now)
 
     def _end(self, life: WorkerLife, cause: Cause, now: float) -> None:
         """Kill it. What it is on is noted before the dump: that may wake it, and it would go on to another sample."""
@@ -194,7 +194,7 @@ class WorkerWatch:
         if words[SIGNALS] != life.signals:
             life.signals = words[SIGNALS]
             number = words[LAST_SIGNAL]
-            self._say_quiet(life, "signal", number, now, sender=life.pulse.sender.last(number))
+            self._say_quiet(life, What.SIGNALLED, number, now, sender=life.pulse.sender.last(number))
 
     def _judge_silence(self, life: WorkerLife, now: float) -> None:
         allowed = self._allowed(life)
@@ -212,7 +212,7 @@ class WorkerWatch:
                 return
             self._hang_probe.dump(life)
             life.next_alarm_s *= 2
-            self._say_quiet(life, "silent", int(life.quiet_s), now, stack=life.stack)
+            self._say_quiet(life, What.SILENT, int(life.quiet_s), now, stack=life.stack)
             life.stack = ""
 
     def _allowed(self, life: WorkerLife) -> float | None:
@@ -222,6 +222,6 @@ class WorkerWatch:
             return self._orders.sample_timeout
         return own / 1e9 if own > 0 else None
 
-    def _say_quiet(self, life: WorkerLife, what: str, code: int, now: float, **facts: Any) -> None:
+    def _say_quiet(self, life: WorkerLife, what: What, code: int, now: float, **facts: Any) -> None:
         on = life.pulse.place(now)
         self._outbox.say(LifeQuiet(life.worker, life.life, what, code, on, life.evidence(now, **facts)))

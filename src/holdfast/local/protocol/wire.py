@@ -13,7 +13,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from holdfast.core.messages import Cause, Place
+from holdfast.core.messages import Cause, Place, What
 from holdfast.system.evidence import Evidence, shortened
 
 # task, letter box, payload bytes, journal bytes behind it, samples in it. Below 0, the box says where the payload is.
@@ -104,11 +104,11 @@ class LifeEnded(NamedTuple):
 
 
 class LifeQuiet(NamedTuple):
-    """keeper -> trainer: a worker has been silent for long ("silent"), or noted a signal ("signal")."""
+    """keeper -> trainer: What.SILENT, SIGNALLED or COPIED of a worker that lives on."""
 
     worker: int
     life: int
-    what: str
+    what: What
     code: int
     on: Place
     evidence: Evidence

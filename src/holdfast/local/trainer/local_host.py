@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from holdfast.core.host import Room, Silence
-from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage
+from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage, What
 from holdfast.errors import HoldfastError
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.memory_budget import MemoryBudget
@@ -119,7 +119,7 @@ class LocalHost:
             self._open()
         except BaseException as error:
             if isinstance(error, OSError):
-                error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error))))
+                error.add_note("; ".join(("while the workers' keeper was started", *facts_of(error).texts)))
             self.close(0.0)
             raise
         self._closed = False
@@ -267,7 +267,7 @@ class LocalHost:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            evidence = Evidence(pid=0, fork_errno=error.errno, limits=facts_of(error))
+            evidence = Evidence(pid=0, fork_errno=error.errno, limits=facts_of(error).texts)
             self._events.append(Exited(worker, life, time.monotonic(), Cause.UNBORN, error.errno, _NOWHERE, evidence))
             return
         self._channels[worker] = line
@@ -422,7 +422,7 @@ class LocalHost:
             case KeeperUp():
                 self._keeper_process.came_up()
             case KeeperSignalled(number, evidence):
-                self._events.append(Silence(-1, 0, "signal", number, _NOWHERE, evidence))
+                self._events.append(Silence(-1, 0, What.SIGNALLED, number, _NOWHERE, evidence))
             case LifeStarted(worker, life, pid):
                 line = self._line_of(worker, life)
                 if line is not None:
@@ -435,7 +435,7 @@ class LocalHost:
                 self.need, self.room = need, Room(workers, paused)
                 self._events.append(self.room)
                 if evidence is not None:
-                    self._events.append(Silence(-1, 0, "room", workers, _NOWHERE, evidence))
+                    self._events.append(Silence(-1, 0, What.ROOM, workers, _NOWHERE, evidence))
             case StartLife() | EndLife() | StopAll():
                 raise AssertionError(f"not for a trainer: {message}")
             case _:
