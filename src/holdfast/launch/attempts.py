@@ -23,9 +23,9 @@ from holdfast.launch.narrator import Attempt
 from holdfast.launch.output import Output
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.shipped_function import ShippedFunction
-from holdfast.local.keeper.memory_budget import growth_bytes
 from holdfast.policy import Policy
 from holdfast.shm import forks
+from holdfast.system.cgroups import growth_bytes
 from holdfast.system.evidence import facts_of
 from holdfast.system.linux import resident_bytes
 from holdfast.system.signals import warn
