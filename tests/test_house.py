@@ -91,7 +91,16 @@ def test_torch_is_imported_where_it_belongs():
 def test_core_does_no_io():
     for path in (SOURCE / "core").glob("*.py"):
         imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
-        assert not set(imported) & {"os", "socket", "select", "subprocess", "multiprocessing", "numpy", "time", "torch"}, path
+        assert not set(imported) & {
+            "os",
+            "socket",
+            "select",
+            "subprocess",
+            "multiprocessing",
+            "numpy",
+            "time",
+            "torch",
+        }, path
 
 
 def test_the_map_of_the_package_is_true():

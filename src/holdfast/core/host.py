@@ -157,7 +157,7 @@ class Host(Protocol):
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         """What happened since the last call. It blocks until something happens, at most `timeout_s`. All that a life
         finished is told before its Exited. A life ends in one Exited. `Exited.on` is what the life was on, or None
-        where that is not known. A result that is lost after its Finished is told as Gone, before anybody opens it.
+        where that is not known. A result that is lost after its Finished is told as Gone. With `fixed` none is lost.
         """
 
     def ring(self) -> None:

@@ -24,6 +24,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Kill,
     Note,
     Opened,
@@ -157,7 +158,7 @@ class Story:
             match kept:
                 case Finished() | Drawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
                     yield kept
-                case Withdrawn() | Returned() | Spared() | Rested() | Allowed():
+                case Gone() | Withdrawn() | Returned() | Spared() | Rested() | Allowed():
                     yield kept
                 case (task, samples):
                     yield Drawn(task, samples)

@@ -76,10 +76,8 @@ class LocalHost:
         fixed: bool = False,
         enough: int | None = None,
     ) -> None:
-        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
-        bytes that a worker needed in an earlier epoch. `take_back`: tasks that were sent and not begun may be wanted back.
-        `fixed`: no worker can do the work of another. `enough`: slots of a
-        worker, see shm/slot_claims.py.
+        """See `HostMaker`. `fork`: from the trainer, or from a fresh interpreter. `enough`: slots of a worker, see
+        shm/slot_claims.py.
         """
         self._fixed = fixed
         self._enough = enough
