@@ -54,6 +54,16 @@ def test_imports_point_one_way():
     assert not wrong
 
 
+@pytest.mark.parametrize("face", ["loader", "pool"])
+def test_a_face_sees_the_contract_and_makes_its_host_in_one_place(face):
+    seen = [
+        name
+        for path in (SOURCE / face).rglob("*.py")
+        for name in re.findall(r"^\s*(?:from|import) (holdfast\.local\S*)", path.read_text(), re.MULTILINE)
+    ]
+    assert seen == ["holdfast.local.trainer.local_host"]
+
+
 PROCESSES = ["protocol", "worker", "keeper", "trainer"]
 
 
@@ -81,7 +91,16 @@ def test_torch_is_imported_where_it_belongs():
 def test_core_does_no_io():
     for path in (SOURCE / "core").glob("*.py"):
         imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
-        assert not set(imported) & {"os", "socket", "select", "subprocess", "multiprocessing", "numpy", "torch"}, path
+        assert not set(imported) & {
+            "os",
+            "socket",
+            "select",
+            "subprocess",
+            "multiprocessing",
+            "numpy",
+            "time",
+            "torch",
+        }, path
 
 
 def test_the_map_of_the_package_is_true():

@@ -25,6 +25,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Leave,
     Lost,
     Note,
@@ -86,6 +87,7 @@ class Schedules(RuleBasedStateMachine):
         self.begun = {}  # task -> positions begun by some life
         self.spares = {}  # task -> those that some life has tried
         self.ended = {}  # task -> how
+        self.parked = {}  # task -> bad samples in its result, until its turn
         self.drawn = 0
         self.clock = 0.0
         self.stop = None
@@ -160,7 +162,19 @@ class Schedules(RuleBasedStateMachine):
         task = self.held[worker].pop(0)
         self.begun.setdefault(task, set()).update(range(4))
         bad = 0 if self.policy.bad_sample == "raise" else data.draw(st.integers(0, 1))
+        self.parked[task] = bad
         self.tell(Finished(worker, self.lives[worker], task, f"result of {task}", bad))
+
+    @precondition(lambda self: not self.stop and not self.streams and self.parked)
+    @rule(data=st.data())
+    def lose(self, data):
+        """A result is gone before anybody opened it: its task is done again; after its turn that is nobody's task."""
+        task = data.draw(st.sampled_from(sorted(self.parked)))
+        ended, bad = task in self.ended, self.parked.pop(task)
+        actions = len(self.actions)
+        self.tell(Gone(task, bad))
+        assert not any(isinstance(action, Note | Stop) for action in self.actions[actions:]), "somebody was charged"
+        assert not ended or len(self.actions) == actions
 
     @precondition(lambda self: not self.stop and self.streams and self.busy())
     @rule(data=st.data())
@@ -171,8 +185,8 @@ class Schedules(RuleBasedStateMachine):
         self.tell(Exhausted(worker, self.lives[worker], task, self.sends[task].number))
 
     @precondition(lambda self: not self.stop and self.lives)
-    @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0))
-    def die(self, data, death, wait):
+    @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0), known=st.booleans())
+    def die(self, data, death, wait, known):
         """Anywhere: at boot, idle, in a sample, in collate, while sending."""
         worker = data.draw(st.sampled_from(sorted(self.lives)))
         self.clock += wait
@@ -189,7 +203,7 @@ class Schedules(RuleBasedStateMachine):
             self.begun.setdefault(held[0], set()).add(position)
         self.held[worker] = []
         life = self.lives[worker]
-        self.tell(Exited(worker, life, self.clock, *death, place))
+        self.tell(Exited(worker, life, self.clock, *death, place if known else None))
         if self.lives.get(worker) == life:
             del self.lives[worker]  # no other life follows
             self.gone[worker] = life

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.host import Room
-from holdfast.local.keeper.memory_budget import CALM_S, MemoryBudget, growth_bytes
-from holdfast.system.cgroups import MemoryFiles
+from holdfast.local.keeper.memory_budget import CALM_S, MemoryBudget
+from holdfast.system.cgroups import MemoryFiles, growth_bytes
 from tests.conftest import free_descriptors
 
 MIB = 1 << 20

@@ -21,7 +21,9 @@ The rules:
    As many batches of a stream have come when it ends as its worker has counted: or that is the result of the task.
 10. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
     do it once more. One that is withdrawn takes its worker with it, and nobody else.
-11. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
+11. A task whose result is lost before its turn is done again, and nobody is charged. Afterwards that is the business
+    of whoever opens it.
+12. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
 """
 
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Kill,
     Leave,
     Lost,
@@ -71,7 +74,7 @@ from holdfast.policy import Policy
 class Ledger:
     """See the module. `depth`: tasks a worker holds at once. `running`: `lives` of the epoch before, in whose
     processes this one goes on. `allowed`: how many workers may be at work at first. `share`: tasks after which a life
-    is over, and another takes its place. `even`: see rule 11.
+    is over, and another takes its place. `even`: see rule 12.
     """
 
     def __init__(
@@ -163,6 +166,8 @@ class Ledger:
                 return self._finished(event)
             case Drawn():
                 return self._drawn(event)
+            case Gone():
+                return self._gone(event)
             case Exhausted():
                 return self._exhausted(event)
             case Withdrawn():
@@ -271,6 +276,19 @@ class Ledger:
             return ()
         worker = self._dispatch.busiest()
         return (TakeBack(worker.id, worker.life),)
+
+    def _gone(self, event: Gone) -> Sequence[Action]:
+        task = self._tasks.get(event.task)
+        if task is None or not task.done or task.result is None or isinstance(task.result, Lost | Short):
+            return ()  # its turn has come, or it has no result that could be lost
+        assert self._streams is None, "a stream cannot go back by one batch"
+        task.done, task.result = False, None
+        self._breaker.seen -= task.samples
+        self._breaker.bad -= event.bad
+        worker = self._workers[task.worker]
+        if self._rotation is not None:
+            return (self._dispatch.send(worker, task),)
+        return self._dispatch.take_back(worker, task)
 
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]

@@ -175,6 +175,13 @@ class Finished(NamedTuple):
     bad: int = 0
 
 
+class Gone(NamedTuple):
+    """The result of a task was lost after its Finished: it cannot be opened any more. `bad`: as in the Finished."""
+
+    task: int
+    bad: int = 0
+
+
 class Exhausted(NamedTuple):
     """An iterable dataset has nothing left in this worker. `made`: batches, by the worker's own count."""
 
@@ -213,6 +220,7 @@ Event = (
     | Booted
     | BootFailed
     | Finished
+    | Gone
     | Exhausted
     | Exited
     | Allowed

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from holdfast.core.host import Figures
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
 from holdfast.diagnose.possessions import what_it_had
@@ -16,7 +17,6 @@ from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.hang import tells
 from holdfast.diagnose.run_folder import RunFolder, for_json
 from holdfast.errors import legible
-from holdfast.local.protocol.pulse import Pulse
 from holdfast.remote_exception import shown
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
@@ -249,7 +249,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._past: dict[int, Counter[str]] = {}
-        self._pulses: Sequence[Pulse] = ()
+        self._pulses: Sequence[Figures] = ()
         self._since = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class Workers:
         past = {worker: Counter(figures) for worker, figures in enumerate(self._now())}
         return {"_past": self._past | past, "_pulses": (), "_since": 0.0}
 
-    def begin(self, pulses: Sequence[Pulse]) -> None:
+    def begin(self, pulses: Sequence[Figures]) -> None:
         """An iterator's workers, from now on."""
         self.end()
         self._pulses, self._since = pulses, time.monotonic()

@@ -24,9 +24,9 @@ from holdfast.launch.narrator import FailedAttempt, too_many
 from holdfast.launch.output import Output
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_main import ShippedFunction
-from holdfast.local.keeper.memory_budget import growth_bytes
 from holdfast.policy import Policy
 from holdfast.shm import forks
+from holdfast.system.cgroups import growth_bytes
 from holdfast.system.evidence import facts_of
 from holdfast.system.linux import resident_bytes
 from holdfast.system.signals import warn

@@ -26,9 +26,10 @@ from typing import Any, Literal, NamedTuple
 import cloudpickle
 
 from holdfast.errors import CannotSend
-from holdfast.local.trainer.keeper_birth import Surroundings, main_is_importable
+from holdfast.local.trainer.keeper_birth import Surroundings
 from holdfast.remote_exception import Raised, capture, text_of
 from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import main_is_importable
 from holdfast.system import linux
 from holdfast.system.signals import SenderNote
 

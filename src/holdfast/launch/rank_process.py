@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 
 from holdfast.launch.phases import KILLED_S
 from holdfast.launch.rank_main import RankSetup, ShippedFunction, run_rank
-from holdfast.local.trainer.keeper_birth import main_is_importable, preload
+from holdfast.local.trainer.keeper_birth import preload
+from holdfast.shm.pack import main_is_importable
 from holdfast.system import linux
 from holdfast.system.signals import LoggingFree, raised_by_handler
 

@@ -12,13 +12,13 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.core.host import StreamEnd
 from holdfast.core.messages import Send, Short
 from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.errors import HoldfastError, LoaderTorn, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot, Sure
-from holdfast.local.protocol.wire import StreamEnd
 from holdfast.policy import Policy
 
 # Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.

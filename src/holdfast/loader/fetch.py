@@ -8,17 +8,16 @@ raised, which is no sample's fault.
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+from holdfast.core.host import BASE, JOB_WORDS, POSITION, RETRIES, SAMPLES, SINCE, SPARE, STAGE, Recorder, Spent, Words
 from holdfast.core.messages import Stage
 from holdfast.errors import SampleError
 from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
 from holdfast.loader.tree import differing
-from holdfast.local.protocol.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, SPARE, STAGE, new_words, recorder
-from holdfast.local.worker.loop import Spent
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture, text_of
 from holdfast.system.evidence import Facts, facts_of
@@ -156,8 +155,30 @@ class Draw:
         self.spares = spares
 
 
+class Unwatched:
+    """Where the trainer itself loads: only the fetcher reads what is noted here."""
+
+    def __init__(self) -> None:
+        self.words: Words = [0] * JOB_WORDS
+
+    def enter(self, stage: int, position: int = 0, /) -> None:
+        self.words[STAGE], self.words[POSITION] = stage, position
+
+    def walk(self, stage: int, indices: Iterable[Any], /) -> Iterator[Any]:
+        words = self.words
+        for words[POSITION], index in enumerate(indices):
+            yield index
+
+
+class Watched(Recorder, Protocol):
+    """What a `MapFetcher` needs of a JobContext."""
+
+    @property
+    def words(self) -> Words: ...
+
+
 class MapFetcher:
-    """Loads and collates batches of one dataset. `words` is the pulse page; `catch()` what may be caught."""
+    """Loads and collates batches of one dataset. `context`: a job's; `catch()`: what may be caught."""
 
     def __init__(
         self,
@@ -166,7 +187,7 @@ class MapFetcher:
         auto_collation: bool,
         policy: Policy,
         *,
-        words: Any = None,
+        context: Watched | None = None,
         catch: Callable[[], Caught] = errors,
         reseed: bool = False,
         may_leave: bool = False,
@@ -179,8 +200,8 @@ class MapFetcher:
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._policy = policy
-        self._words: memoryview = new_words() if words is None else words
-        self._recorder = recorder(self._words)
+        context = Unwatched() if context is None else context
+        self._words, self._walk = context.words, context.walk
         self._catch = catch
         self._kind: type[BaseException] = BaseException if catch is everything else Exception
         self._reseed = reseed
@@ -219,7 +240,7 @@ class MapFetcher:
     def _quickly(self, draw: Draw, troubles: list[Trouble]) -> list[Any]:
         """The hot loop."""
         dataset = self.dataset
-        walk = self._recorder.walk(_FETCH, draw.indices)
+        walk = self._walk(_FETCH, draw.indices)
         samples: list[Any] = []
         while True:
             try:

@@ -17,6 +17,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
+from holdfast.core.host import KEPT_APART, JobContext, Output, Reply, ReplyKind, Spent, StreamEnd
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
@@ -26,19 +27,14 @@ from holdfast.loader.fetch import GIVEN, Draw, MapFetcher, SampleFailed, Trouble
 from holdfast.loader.journal import Journal
 from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sure
 from holdfast.loader.tree import explain_unsendable
-from holdfast.local.protocol.pulse import KEPT_APART, Pulse
-from holdfast.local.protocol.wire import Kind, StreamEnd
-from holdfast.local.trainer import keeper_birth
-from holdfast.local.worker.loop import Reply, Spent, error_reply
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised
+from holdfast.remote_exception import error_reply
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
-from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slot_writer import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
-_SEND, _BATCH = Stage.SEND, Kind.BATCH
+_SEND, _BATCH = Stage.SEND, ReplyKind.BATCH
 
 
 @dataclass(frozen=True)
@@ -87,10 +83,10 @@ class SlotStack:
         if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
             functions[torch.Tensor] = self._ours
 
-    def open(self, claims: SlotClaims, samples: Any) -> None:
+    def open(self, output: Output[SlotSpace], samples: Any) -> None:
         """The batch of these samples may be stacked into the slot, until `close`."""
         self._functions = self._guard.functions_for(samples)
-        self.space = None if self._functions is None else claims.space()
+        self.space = None if self._functions is None else output.space()
 
     def close(self) -> None:
         self.space = self._functions = None
@@ -155,11 +151,12 @@ def _bad(troubles: list[Trouble]) -> int:
 
 
 class LoaderJob:
-    """See local/worker/loop.py for who calls what when."""
+    """See core/host.py for who calls what when."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._pulse: Pulse
+        self._context: JobContext[SlotSpace]
+        self._output: Output[SlotSpace]
         self._packer: Packer
         self._stack: SlotStack
         self._map: MapFetcher | None = None
@@ -172,9 +169,9 @@ class LoaderJob:
 
     # Boot ----------------------------------------------------------------------------------------------------------
 
-    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+    def boot(self, worker: int, life: int, context: JobContext[SlotSpace]) -> None:
         recipe = self._recipe
-        self._pulse = pulse
+        self._context, self._output = context, context.output
         self._worker = worker
         self._packer = Packer()
         self._stack = SlotStack()
@@ -189,7 +186,7 @@ class LoaderJob:
         self._stack.install()
         self._collate = self._stack.collate if self._default_collate else recipe.collate_fn
         self._seeder = seeds.Seeder()
-        pulse.enter(Stage.INIT)
+        context.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
             random.seed(seed)  # as torch has it; whatever comes later is seeded by batch
             torch.default_generator.manual_seed(seed)
@@ -204,7 +201,7 @@ class LoaderJob:
                 self._collate,
                 recipe.auto_collation,
                 recipe.policy,
-                words=pulse.words,
+                context=context,
                 catch=everything,
                 reseed=True,
                 may_leave=True,
@@ -218,31 +215,31 @@ class LoaderJob:
 
     # Tasks ---------------------------------------------------------------------------------------------------------
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int) -> Reply:
         asked = pickle.loads(payload)
         troubles: list[Trouble] = []
         try:
             if self._recipe.iterable:
-                return self._stream_batch(asked, claims, troubles)
+                return self._stream_batch(asked, troubles)
             base_seed, number, attempt, *rest = asked
             draw = Draw(*rest)
             troubles = draw.troubles
             self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
                 left = memoryview(bytes(saved))  # samples may be kept; the letter box is written again
-                draw.journal = Journal(self._packer, claims.space(), self._pulse.words, len(draw.indices))
+                draw.journal = Journal(self._packer, self._output.space(), self._context.words, len(draw.indices))
                 draw.done = draw.journal.restore(left, count)
                 troubles += draw.journal.troubles
-            return self._map_batch(draw, base_seed, number, claims)
+            return self._map_batch(draw, base_seed, number)
         except SampleFailed as failed:
             failure = failed.to_failure(troubles)
         except (CannotSend, StreamBroken) as error:
             failure = SampleFailed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
-        space = claims.space()
+        space = self._output.space()
         space.clear()
         return error_reply(self._packer, failure, space, _bad(troubles), self._mark())
 
-    def _map_batch(self, draw: Draw, base_seed: int, number: int, claims: SlotClaims) -> Reply:
+    def _map_batch(self, draw: Draw, base_seed: int, number: int) -> Reply:
         fetcher = self._map
         assert fetcher is not None
         indices = draw.indices
@@ -250,9 +247,9 @@ class LoaderJob:
         if draw.journal is not None:
             draw.journal.discard()
         if fetcher.left_out(samples, draw, troubles):
-            return self._send((troubles, None), claims, samples, indices, len(troubles))
+            return self._send((troubles, None), samples, indices, len(troubles))
         if self._default_collate:
-            self._stack.open(claims, samples)
+            self._stack.open(self._output, samples)
         try:
             batch = fetcher.collate(samples, indices)
         except SampleFailed as failed:
@@ -260,9 +257,9 @@ class LoaderJob:
             raise
         finally:
             self._stack.close()
-        return self._send((troubles or None, batch), claims, samples, indices, _bad(troubles))
+        return self._send((troubles or None, batch), samples, indices, _bad(troubles))
 
-    def _stream_batch(self, asked: Any, claims: SlotClaims, troubles: list[Trouble]) -> Reply:
+    def _stream_batch(self, asked: Any, troubles: list[Trouble]) -> Reply:
         base_seed, epoch, number, size, shared_seed, place = asked
         recipe = self._recipe
         if epoch != self._epoch:
@@ -274,23 +271,21 @@ class LoaderJob:
             items, _ = stream.take(size, troubles=troubles)
         except StopIteration:
             if not troubles:
-                return self._exhausted(stream, claims)
-            return self._send(
-                ((troubles, None, 0, None), None), claims, [], None, len(troubles)
-            )  # that is said next time
+                return self._exhausted(stream)
+            return self._send(((troubles, None, 0, None), None), [], None, len(troubles))  # that is said next time
         if self._default_collate:
-            self._stack.open(claims, items)
+            self._stack.open(self._output, items)
         try:
             batch = stream.collate(items)
         finally:
             self._stack.close()
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1, self._began)
         self._began = None
-        return self._send((notes, batch), claims, items, None, len(troubles))
+        return self._send((notes, batch), items, None, len(troubles))
 
-    def _exhausted(self, stream: StreamFetcher, claims: SlotClaims) -> Reply:
+    def _exhausted(self, stream: StreamFetcher) -> Reply:
         """The first time with what this epoch has made of the dataset."""
-        reply = Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
+        reply = Reply(ReplyKind.EXHAUSTED, buffers=stream.items, bad=stream.number)
         dataset_changes = self._dataset_changes
         if dataset_changes is None or self._told_end:
             return reply
@@ -300,7 +295,7 @@ class LoaderJob:
         try:
             moved = dataset_changes.moved()
             if moved and not dataset_changes.lost:
-                claims.space().put(memoryview(moved))
+                self._output.space().put(memoryview(moved))
         except BaseException:  # user code again, or more than a slot holds
             dataset_changes.lost = True
         if dataset_changes.lost:
@@ -356,7 +351,7 @@ class LoaderJob:
 
     def _go_through(self, left: Sequence[Left], size: int) -> None:
         """Epochs of an earlier life since it is known where the dataset was: they have moved it."""
-        words = self._pulse.words
+        words = self._context.words
         apart = words[KEPT_APART]  # a state says nothing of where an epoch begins
         known = [] if apart else [at for at, (*_, snapshot) in enumerate(left) if snapshot is not None]
         for base_seed, number, done, snapshot in left[known[-1] if known else 0 :]:
@@ -378,7 +373,7 @@ class LoaderJob:
             recipe.drop_last,
             recipe.policy,
             self._stream_seeder(base_seed),
-            words=self._pulse.words,
+            words=self._context.words,
             catch=everything,
         )
 
@@ -389,9 +384,9 @@ class LoaderJob:
 
     # Sending -------------------------------------------------------------------------------------------------------
 
-    def _send(self, content: Any, claims: SlotClaims, samples: Any, indices: Any, bad: int) -> Reply:
-        space = claims.space()
-        self._pulse.enter(_SEND)
+    def _send(self, content: Any, samples: Any, indices: Any, bad: int) -> Reply:
+        space = self._output.space()
+        self._context.enter(_SEND)
         try:
             try:
                 where, buffers, spec_bytes = self._packer.pack(content, space)
@@ -409,7 +404,7 @@ class LoaderJob:
         fd = new_file("batch", 0)
         space = FileSpace(fd)
         try:
-            return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, space), bad, fd, self._mark())
+            return Reply(ReplyKind.BATCH_IN_FILE, *self._packer.pack(content, space), bad, fd, self._mark())
         except BaseException as error:
             os.close(fd)
             if not isinstance(error, OSError):
@@ -423,6 +418,3 @@ class LoaderJob:
     def _mark(self) -> int:
         """Where a stream is: the next life must come to the same."""
         return self._stream.print if self._stream is not None else 0
-
-    def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
-        return keeper_birth.pack_error(error, space)

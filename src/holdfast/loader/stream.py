@@ -23,11 +23,11 @@ import cloudpickle
 import numpy as np
 import torch
 
+from holdfast.core.host import JOB_WORDS, POSITION, SAMPLES, SINCE, STAGE, Words
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
 from holdfast.loader.fetch import Caught, SampleFailed, Trouble, errors, everything
 from holdfast.loader.tree import differing
-from holdfast.local.protocol.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture
 from holdfast.shm.pack import bytes_of, is_plain
@@ -79,7 +79,7 @@ class StreamFetcher:
         policy: Policy,
         seed: Callable[[int], None],
         *,
-        words: Any = None,
+        words: Words | None = None,
         catch: Callable[[], Caught] = errors,
     ) -> None:
         self._dataset = dataset
@@ -88,7 +88,7 @@ class StreamFetcher:
         self._drop_last = drop_last
         self._policy = policy
         self._seed = seed
-        self._words: memoryview = new_words() if words is None else words
+        self._words: Words = [0] * JOB_WORDS if words is None else words
         self._catch = catch
         self._kind: type[BaseException] = BaseException if catch is everything else Exception
         self._items: Iterator[Any] | None = None

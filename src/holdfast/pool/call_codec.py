@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 
-from holdfast.local.trainer import keeper_birth
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import Packer, unpack
+from holdfast.shm.pack import Packer, main_is_importable, unpack
 from holdfast.shm.slot_writer import ALIGN, FileSpace
 
 _HEAD = struct.Struct("<14q")
@@ -177,7 +176,7 @@ class MainModule:
             named = {n: o for n, o in vars(main).items() if isinstance(o, FunctionType | type)}
             self._known.update({n: o for n, o in named.items() if o.__module__ == "__main__"})
         else:
-            self.all = keeper_birth.main_is_importable()
+            self.all = main_is_importable()
 
     def knows(self, thing: Any) -> bool:
         """True when a worker finds the same thing under its name."""

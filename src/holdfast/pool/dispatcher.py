@@ -14,15 +14,14 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 from holdfast.core.autoscale import Autoscale
+from holdfast.core.host import HasPulses, Host, KeepsJournals, Result, WorkerProcess
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Rested, Send, Withdrawn
+from holdfast.core.messages import BootFailed, Drawn, Lost, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.errors import HoldfastError, PoolBroken
-from holdfast.local.trainer.local_host import LocalHost
-from holdfast.local.trainer.worker_channel import WorkerHandle
 from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.call_codec import LetterWriter
 from holdfast.pool.narrator import PoolNarrator, stats_of
@@ -43,7 +42,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        host: LocalHost,
+        host: Host,
         ledger: Ledger,
         autoscale: Autoscale,
         writer: LetterWriter,
@@ -53,6 +52,7 @@ class Dispatcher:
         numbers: "itertools.count[int]",
     ) -> None:
         self._host = host
+        self._journals = host if isinstance(host, KeepsJournals) else None
         self._ledger = ledger
         self._writer = writer
         self._narrator = narrator
@@ -89,7 +89,7 @@ class Dispatcher:
         try:
             forks.watch(self)
             self._host.open()
-            self._record.workers.begin(self._host.pulses)
+            self._record.workers.begin(self._host.pulses if isinstance(self._host, HasPulses) else ())
             self.thread.start()
         except BaseException:
             self._give_up()
@@ -160,9 +160,9 @@ class Dispatcher:
         close_futures_in_child()
 
     @property
-    def handles(self) -> list[WorkerHandle]:
+    def handles(self) -> list[WorkerProcess]:
         """What others may know of the worker processes, as far as they were needed."""
-        return [handle for i, handle in enumerate(self._host.workers) if self._host.has_life(i)]
+        return [handle for handle in self._host.workers if handle.has_life]
 
     def stats(self) -> dict[str, Any]:
         """Totals so far, and how many calls are with workers, and wait, right now."""
@@ -178,7 +178,7 @@ class Dispatcher:
         if not self._claim.acquire(blocking=False):
             return  # nobody wants it any more
         try:
-            self._supervisor.open()
+            self._supervisor.open(time.monotonic())
             while not self._is_over():
                 self._supervisor.step(self._patience())
                 self._feed()  # first of all: a worker waits
@@ -318,18 +318,19 @@ class Dispatcher:
             self._narrator.incident(supervisor.notes.popleft())
         if supervisor.ready:
             self._count(len(supervisor.ready))
-            self._settler.journals = self._host.take_journals()
+            if self._journals is not None:
+                self._settler.journals = self._journals.take_journals()
         while supervisor.ready:
             number, result = supervisor.ready.popleft()
             call = self._calls.pop(number, None)
             if call is None:
-                self._host.discard(result)
+                _discard(result)
             else:
                 self._settler.open(call, result)
         stop = supervisor.stop
         if stop is not None and self.broken is None:
             if isinstance(stop.event, BootFailed):
-                raised = self._host.take_out(stop.event.result)
+                raised = cast(Result, stop.event.result).open()
                 self._break(self._narrator.boot_failure(raised, stop.event.worker))
             else:
                 self._break(self._narrator.stop(stop))
@@ -380,3 +381,9 @@ class Dispatcher:
 
 def _is_large(call: Call) -> bool:
     return call.letter is not None and call.letter.large
+
+
+def _discard(result: object) -> None:
+    """Nobody wants it any more."""
+    if not isinstance(result, Lost):
+        cast(Result, result).discard()

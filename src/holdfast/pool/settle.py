@@ -3,11 +3,10 @@
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
+from holdfast.core.host import Host, Result
 from holdfast.core.messages import Cause, Lost
-from holdfast.local.trainer.local_host import LocalHost
-from holdfast.local.trainer.worker_channel import SlotResult
 from holdfast.pool.call import Call
 from holdfast.pool.chunk import UNOPENED, ItemFailed, ItemOutcome, Part, left_by, unfold
 from holdfast.pool.job import CallFailure
@@ -25,7 +24,7 @@ class Settler:
 
     def __init__(
         self,
-        host: LocalHost,
+        host: Host,
         narrator: PoolNarrator,
         numbers: "itertools.count[int]",
         again: Callable[[Call], None],
@@ -44,10 +43,10 @@ class Settler:
         if isinstance(result, Lost):
             self._lost(call, result)
             return
-        assert isinstance(result, SlotResult)
+        result = cast(Result, result)
         try:
             several = call.items and not result.failed
-            content = self._host.take_out(result, read=unfold if several else unpack)
+            content = result.open(read=unfold if several else unpack)
         except BaseException as error:  # user code: __setstate__
             self.done(call, None, self._narrator.unreadable(call, error))
             return

@@ -12,10 +12,13 @@ kinds (quantized, subclasses, those that require grad) go torch's way, with thei
 """
 
 import io
+import os
 import pickle
 import struct
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copyreg import dispatch_table
 from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
@@ -412,3 +415,30 @@ def _leaves(
             yield shared[start : start + size]
         else:
             yield bytearray(view[start : start + size])
+
+
+# The main module, where a process is spawned: what is pickled names its functions and classes.
+
+
+@contextmanager
+def true_main() -> Iterator[None]:
+    """A program that is read from stdin calls its file "<stdin>", and a new process would look for that in vain."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or os.path.exists(file):
+        yield
+        return
+    main.__file__ = None
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+def main_is_importable() -> bool:
+    """True when a new process can import the trainer's main module again; not from stdin, nor in a notebook."""
+    main = sys.modules.get("__main__")
+    if getattr(getattr(main, "__spec__", None), "name", None) is not None:
+        return True  # python -m
+    path = getattr(main, "__file__", None)
+    return path is not None and os.path.isfile(path)

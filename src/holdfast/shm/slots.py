@@ -37,9 +37,10 @@ import select
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.shm.memory import Memory
+from holdfast.shm.pack import SMALL, unpack
 
 # Address space for one life. 64 TiB hold 256 lives; the strides come from it.
 ROOM = 256 << 30
@@ -141,7 +142,7 @@ class Slots:
         self.stride = stride
         self.retired = False
         self.registered: dict[int, int] = {}  # slot -> bytes that the device knows; the gate's to write
-        self._gate = gate
+        self.gate = gate
         self._armed = True
         self._states = states_of(memory, count)
         self._boxes = list(range(count, count + busy))[::-1]
@@ -226,8 +227,8 @@ class Slots:
 
     def _empty(self, slot: int) -> None:
         if slot in self.registered:
-            assert self._gate is not None
-            self._gate.unregister(self, slot)
+            assert self.gate is not None
+            self.gate.unregister(self, slot)
         else:
             self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
 
@@ -246,10 +247,10 @@ class Slots:
                 if self._guards and self._is_seen(slot):
                     back.rotate(-1)
                     continue
-                if self._gate is None:
+                if self.gate is None:
                     self.let_go(slot)
                 else:
-                    self._gate.hold(self, slot)
+                    self.gate.hold(self, slot)
                 del back[0]  # nothing is called between this and the end of what was called: see the module
         finally:
             self._turn = [None]
@@ -293,3 +294,63 @@ def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:
     """One slot's bytes and their address. Which process: any; it owns nothing."""
     start = slot * stride
     return memory.view[start : start + stride], memory.address + start
+
+
+def _nothing_lent() -> None:
+    """All leaves are copied."""
+
+
+class SlotResult(NamedTuple):
+    """A finished batch that lies in a slot, or in a file of its own, or in one that could not be had."""
+
+    slots: Slots | None
+    slot: int
+    file: Memory | OSError | None
+    where: int
+    buffers: int
+    spec_bytes: int
+    failed: bool
+    worker: int
+
+    @property
+    def size(self) -> int:
+        """Bytes from the start of the slot to the end of the spec, which comes last."""
+        return self.where + 16 * self.buffers + self.spec_bytes
+
+    def open(self, small: int = SMALL, read: Callable[..., Any] = unpack) -> Any:
+        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied.
+
+        `read`: as `unpack`, where it was not packed as usual.
+        """
+        slots, slot = self.slots, self.slot
+        if slots is None:
+            if isinstance(self.file, OSError):
+                raise self.file
+            assert self.file is not None
+            return read(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
+        start = slot * slots.stride
+        view = slots.memory.view[start : start + slots.stride]
+        if self.where < small:  # and so is each leaf
+            try:
+                return read(view, self.where, self.buffers, self.spec_bytes, _nothing_lent, small)
+            finally:
+                slots.put_back(slot)
+        lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
+
+        def lend() -> memoryview | None:
+            view = slots.lend(slot)
+            lent.append(view is not None)
+            if view is not None and slots.gate is not None:
+                slots.gate.register(slots, slot, self.size)
+            return view
+
+        try:
+            return read(view, self.where, self.buffers, self.spec_bytes, lend, small)
+        finally:
+            if not any(lent):
+                slots.put_back(slot)
+
+    def discard(self) -> None:
+        """Nobody opens it: its slot is free."""
+        if self.slots is not None:
+            self.slots.put_back(self.slot)

@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 
+from holdfast.core.host import Job
 from holdfast.core.messages import Cause, Leave, Place, Stage
 from holdfast.local.keeper.fork_worker import KeeperOrders, WorkerForker
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
@@ -35,8 +36,8 @@ from holdfast.local.protocol.wire import (
     StopAll,
     decode,
 )
-from holdfast.local.worker.loop import Job
 from holdfast.shm.memory import Memory
+from holdfast.shm.slot_writer import SlotSpace
 from holdfast.system import linux
 from holdfast.system.evidence import Evidence, at_death, worlds
 from holdfast.system.signals import CRASH_SIGNALS, SenderNote
@@ -52,7 +53,7 @@ ORDERS_AT_ONCE = 16
 class Keeper:
     """See the module. `run` returns when there is nobody left to keep."""
 
-    def __init__(self, orders: KeeperOrders, job: Job, signals: list[int]) -> None:
+    def __init__(self, orders: KeeperOrders, job: Job[SlotSpace], signals: list[int]) -> None:
         """`signals`: those that this process was sent, see note_signals_only."""
         self._orders = orders
         self._signals = signals

@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from holdfast.core.host import POSITION, SAMPLES, SINCE, STAGE
 from holdfast.core.messages import Cause, Place, Stage
-from holdfast.local.protocol.pulse import FILES, POSITION, SAMPLES, SIGNALS, SINCE, STAGE, TASK, TASKS, Pulse
+from holdfast.local.protocol.pulse import FILES, SIGNALS, TASK, TASKS, Pulse
 from holdfast.local.protocol.wire import StartLife
 from holdfast.local.worker.thresholds import Copies
 from holdfast.system import linux

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from holdfast.core.host import ALLOWED, BASE
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.worker_life import WorkerLife
-from holdfast.local.protocol.pulse import ALLOWED, ASKED, BASE, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
+from holdfast.local.protocol.pulse import ASKED, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
 from holdfast.local.protocol.wire import MOST_BYTES, LifeQuiet, Message, RoomLeft, encode
 from holdfast.local.worker.thresholds import Copies, Thresholds
 from holdfast.system import linux, procfs
