@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from decimal import Decimal
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset
 
 from holdfast import CachedDataset, DataLoader, Policy
 
+from ..conftest import until
 from .data import Stream
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -402,10 +402,7 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
     assert ended.returncode == -9 and "batch" in ended.stdout
-    deadline = time.monotonic() + 5
-    while holders("holdfast-cache"):
-        assert time.monotonic() < deadline, "somebody still holds the cache of a dead trainer"
-        time.sleep(0.05)
+    until(lambda: not holders("holdfast-cache"), "some process still holds the cache of a dead trainer", 5)
 
 
 def holders(name):
