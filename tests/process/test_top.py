@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from holdfast import DataLoader, Pool
-from holdfast.cli import main
+from holdfast.__main__ import main
 from holdfast.cli.top import lines_of
 
 from ..conftest import until
