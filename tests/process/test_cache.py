@@ -164,7 +164,7 @@ def test_it_never_takes_more_than_it_was_given(tmp_path):
             assert seen(loader) == list(range(300))
         figures = cached.figures()
         assert figures["bytes"] <= 4 << 20
-        pages = os.stat(f"/proc/self/fd/{cached._store.commons._fd}").st_blocks * 512
+        pages = os.stat(f"/proc/self/fd/{cached._store.shared._fd}").st_blocks * 512
         assert 3 << 20 < pages <= 4 << 20
         if evict == "never":
             assert 70 < figures["hits"] <= figures["samples"] == figures["stored"]
@@ -178,7 +178,7 @@ def test_it_never_takes_more_than_it_was_given(tmp_path):
 def test_only_touched_pages_cost(tmp_path):
     cached = CachedDataset(Slow(tmp_path / "log"), "8GiB")
     cached[0]
-    assert os.stat(f"/proc/self/fd/{cached._store.commons._fd}").st_blocks * 512 < 1 << 20
+    assert os.stat(f"/proc/self/fd/{cached._store.shared._fd}").st_blocks * 512 < 1 << 20
 
 
 def test_an_exception_is_not_kept():
