@@ -117,13 +117,14 @@ def test_a_grace_period_lets_the_others_end_by_themselves(tmp_path):
     assert (tmp_path / "ended").exists()
 
 
-def test_who_ignores_sigterm_is_killed_after_the_grace_period_and_says_where_it_was(tmp_path):
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period_and_its_stack_is_told(tmp_path, caplog):
     context = holdfast.spawn(ranks.ignore_sigterm, (str(tmp_path),), 2, join=False, start_method="fork")
     began = time.monotonic()
     with pytest.raises(RankExited, match="process 1 terminated with exit code 9") as caught:
         context.join(grace_period=0.3)
     assert time.monotonic() - began < 10
     assert re.search(r"rank 0 was stopped by Holdfast.* it did not end, and was in .*ranks.py", str(caught.value))
+    assert any("ignored SIGTERM; sending SIGKILL (rank 0)" in record.message for record in caplog.records)
 
 
 def test_the_others_are_stopped_and_the_failure_is_told_though_nobody_waits(caplog):
