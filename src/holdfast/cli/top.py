@@ -1,6 +1,6 @@
-"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: rates, who waits for whom, each worker's memory.
+"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: their rates and waits, and the memory of each worker.
 
-Reads what they write there once a second; starts and disturbs nothing.
+It reads what they write there once a second. It starts no process and disturbs none.
 """
 
 import argparse
@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.show import show
+from holdfast.cli import show
 from holdfast.diagnose.report import done_by
 from holdfast.errors import HoldfastError
 
-# One that has written nothing for so long is in the middle of something long, or over.
+# A loader that has written nothing for so long does something long, or has ended.
 _STALE_S = 5.0
 # What a file that says something else than we wrote may raise when it is shown.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -25,15 +25,15 @@ _CLEAR = "\033[H\033[J"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", help="the run folder; by default $HOLDFAST_RUN_DIR")
-    parser.add_argument("--once", action="store_true", help="print one look and end")
-    parser.add_argument("--json", action="store_true", help="one look, as JSON")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+    parser.add_argument("--once", action="store_true", help="print the figures once, and end")
+    parser.add_argument("--json", action="store_true", help="print the figures once, as JSON")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (1)")
 
 
 def run(chosen: argparse.Namespace) -> int:
     folder = Path(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or "")
     if not str(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or ""):
-        raise HoldfastError("which folder? Give it, or set HOLDFAST_RUN_DIR as for the training")
+        raise HoldfastError("no run folder is given: name it, or set HOLDFAST_RUN_DIR as for the training")
     if not folder.is_dir():
         raise HoldfastError(f"there is no folder {folder}: was the training started with HOLDFAST_RUN_DIR={folder}?")
     if chosen.json:
@@ -84,7 +84,7 @@ def _snapshot(path: Path) -> dict[str, Any]:
 
 
 def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) -> list[str]:
-    """One block for each. `before`: the look before, for rates."""
+    """A block of lines for each. `before`: the figures of the last update, for rates."""
     lines: list[str] = []
     for shot in shots:
         stats, old = shot["stats"], before.get(shot["name"])
@@ -110,7 +110,7 @@ def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) ->
 
 
 def _of_loader(shot: dict[str, Any], old: dict[str, Any] | None) -> tuple[str, str]:
-    """What it does, and what went wrong."""
+    """What the loader does, and what went wrong."""
     stats = shot["stats"]
     work = f"{stats['batches']:,} batches, {_rate(shot, old, 'batches')}; waited {_share(shot, old)}{_device(stats)}"
     return work, f"{stats['bad_samples']} bad samples"
@@ -124,14 +124,14 @@ def _of_pool(shot: dict[str, Any], old: dict[str, Any] | None) -> tuple[str, str
 
 
 def _rate(shot: dict[str, Any], old: dict[str, Any] | None, what: str) -> str:
-    """How many per second since the last look, or since the start."""
+    """How many per second since the last update, or since the start."""
     seconds = shot["at"] - (old["at"] if old else shot["since"])
     count = shot["stats"][what] - (old["stats"][what] if old else 0)
     return f"{count / seconds:.1f}/s" if seconds > 0 else "-/s"
 
 
 def _share(shot: dict[str, Any], old: dict[str, Any] | None) -> str:
-    """How much of the time next() waited for a batch."""
+    """The share of time in which next() waited for a batch."""
     seconds = shot["at"] - (old["at"] if old else shot["since"])
     waited = shot["stats"]["waited_s"] - (old["stats"]["waited_s"] if old else 0)
     return f"{waited / seconds:.0%} of the time" if seconds > 0 else "-"
