@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from holdfast.diagnose.stats import Stats, to_dict
 from holdfast.remote_exception import shown
 from holdfast.system.signals import warn
 
@@ -134,7 +135,7 @@ class RunFolder:
             self._failed = True
         self._count += 1
 
-    def write_totals(self, stats: Callable[[], dict[str, Any]], running: bool = True) -> None:
+    def write_totals(self, stats: Callable[[], Stats], running: bool = True) -> None:
         """For `holdfast top`; at most once a second, whole or not at all."""
         now = time.monotonic()
         if self._totals_failed or (running and now < self._next_totals):
@@ -149,7 +150,7 @@ class RunFolder:
             "at": time.time(),
             "running": running,
             "last_incident": self._last_incident,
-            "stats": stats(),
+            "stats": to_dict(stats()),
         }
         path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
         try:

@@ -14,12 +14,12 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any
 
 from holdfast.core.autoscale import Autoscale
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Drawn, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
+from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.local.trainer.local_host import LocalHost
 from holdfast.local.trainer.worker_channel import WorkerHandle
@@ -153,7 +153,7 @@ class Dispatcher:
         """What others may know of the worker processes, as far as they were needed."""
         return [handle for i, handle in enumerate(self._host.workers) if self._host.has_life(i)]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PoolStats:
         """Totals so far, and how many calls are with workers, and wait, right now."""
         return stats_of(self._record, len(self._calls), len(self._waiting), len(self._host.workers))
 
