@@ -11,7 +11,8 @@ import pytest
 
 from holdfast import DataLoader, Pool
 from holdfast.__main__ import main
-from holdfast.cli.top import lines_of
+from holdfast.cli.top import Shot, lines_of
+from holdfast.diagnose.stats import LoaderStats
 
 from ..conftest import until
 from . import calls
@@ -66,17 +67,8 @@ def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):
 
 def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
     def shot(at, batches, waited):
-        stats = {"batches": batches, "waited_s": waited, "restarts": 1, "bad_samples": 0, "retries": 0}
-        stats |= {"per_worker": [], "caches": {}, "device_waited_share": 0.125}
-        return {
-            "name": "7-0",
-            "pid": 7,
-            "since": 0,
-            "at": at,
-            "running": True,
-            "last_incident": "it hung",
-            "stats": stats,
-        }
+        stats = LoaderStats(batches=batches, waited_s=waited, restarts=1, device_waited_share=0.125)
+        return Shot("7-0", "loader", 7, since=0, at=at, running=True, last_incident="it hung", stats=stats)
 
     first, second = shot(100, 1000, 10), shot(102, 1300, 10.5)
     (line, more) = lines_of([second], {"7-0": first}, now=102.5)
