@@ -10,7 +10,7 @@ diagnose/          why it happened: findings, report
 loader/            the DataLoader, where iterator.py is the main path; CachedDataset and FileCache
 pool/              the Pool: any calls, in processes that may die
 launch/            spawn: N ranks, the first failure named, all started again if you wish
-testing/           faults to inject, for our tests and yours
+testing/           faults to inject, for our tests and yours; a second host, over sockets
 cli/               the command line
 
 An import points one way, down this list: a test keeps it so. core/, system/ and local/ have maps of their own.
