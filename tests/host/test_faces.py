@@ -293,6 +293,22 @@ def test_an_item_that_kills_its_worker_fails_alone(maker):
         assert results == [2 * n for n in range(20) if n != 5]
 
 
+def noted(folder, n):
+    """Leaves word that it ran; one of them ends its worker."""
+    with open(f"{folder}/{n}", "a") as file:
+        file.write("ran\n")
+    return die_at(n)
+
+
+def test_no_item_runs_twice_that_may_not(maker, tmp_path):
+    """Where a dead worker's results are lost with it, the items before the guilty one are lost, too."""
+    with Pool(2) as pool:
+        results = list(pool.map(noted, [str(tmp_path)] * 20, range(20), chunksize=10, return_exceptions=True))
+    lost = [n for n, result in enumerate(results) if isinstance(result, TaskLost)]
+    assert lost == ([5] if issubclass(maker, KeepsJournals) else [0, 1, 2, 3, 4, 5])
+    assert {(tmp_path / str(n)).read_text() for n in range(20)} == {"ran\n"}
+
+
 def test_a_lost_call_is_run_again_if_it_may_be(maker, tmp_path):
     with Pool(2, policy=Policy(retries=1)) as pool:
         assert pool.submit(once, str(tmp_path / "once"), 7).result() == 7
