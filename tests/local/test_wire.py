@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from holdfast.core.messages import Cause, Place, Stage
+from holdfast.core.messages import Cause, Exited, Place, Stage
 from holdfast.local.keeper.worker_watch import Outbox
-from holdfast.local.protocol.wire import MOST_BYTES, KeeperSignalled, KeeperUp, LifeEnded, RoomLeft, decode, encode
+from holdfast.local.protocol.wire import MOST_BYTES, KeeperSignalled, KeeperUp, RoomLeft, decode, encode
 from holdfast.system.evidence import Evidence, View
 from holdfast.system.snapshot import Bounds, Snapshot
 
@@ -33,7 +33,7 @@ LARGE = {
 
 
 def ended(evidence):
-    return LifeEnded(3, 2, 1.5, Cause.SIGNAL, 9, ON, evidence)
+    return Exited(3, 2, 1.5, Cause.SIGNAL, 9, ON, evidence)
 
 
 @pytest.mark.parametrize("large", LARGE)

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import DataLoader, Pool
 from holdfast.__main__ import main
-from holdfast.cli.top import Shot, lines_of
+from holdfast.cli.top import Shot, lines_of, shot_of
 from holdfast.diagnose.stats import LoaderStats
 
 from ..conftest import until
@@ -104,27 +104,27 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_file_that_makes_no_sense_is_left_out(how, folder, capsys):
+def test_a_file_that_makes_no_sense_is_left_out(how, run_dir, capsys):
     """The others are shown, and one line says which is not."""
-    (whole,) = folder.glob("stats-*.json")
+    (whole,) = run_dir.glob("stats-*.json")
     text = BROKEN[how]
     text = text if not callable(text) else json.dumps(text(json.loads(whole.read_text())))
-    (folder / "stats-1-0.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["top", str(folder), "--once"]) == 0
+    (run_dir / "stats-1-0.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["top", str(run_dir), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("10 batches" in line for line in lines)
     assert [line for line in lines if "stats-1-0.json" in line] == lines[-1:]
-    assert main(["top", str(folder), "--json"]) == 0
+    assert main(["top", str(run_dir), "--json"]) == 0
     said = capsys.readouterr()
     assert [shot["name"] for shot in json.loads(said.out)] == [whole.stem.removeprefix("stats-")]
     assert "stats-1-0.json" in said.err and len(said.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(os.devnull, path)], ids=range(3))
-def test_what_is_no_file_is_left_out(make, folder, capsys):
+def test_what_is_no_file_is_left_out(make, run_dir, capsys):
     """Nobody waits for a pipe's writer."""
-    make(folder / "stats-1-0.json")
-    assert main(["top", str(folder), "--once"]) == 0
+    make(run_dir / "stats-1-0.json")
+    assert main(["top", str(run_dir), "--once"]) == 0
     said = capsys.readouterr().out
     assert "10 batches" in said and "left out stats-1-0.json" in said
 
@@ -135,7 +135,7 @@ def test_a_file_that_becomes_another_kind_between_two_looks():
     one = GOOD | {"stats": stats | {"batches": 10, "waited_s": 1, "bad_samples": 0}}
     names = ("done", "submitted", "running", "waiting", "raised", "lost", "cancelled")
     other = GOOD | {"kind": "pool", "stats": stats | dict.fromkeys(names, 50)}
-    assert "0.5/s" in lines_of([other], {"7-0": one}, now=101)[0]
+    assert "0.5/s" in lines_of([shot_of(other)], {"7-0": shot_of(one)}, now=101)[0]
 
 
 def test_a_pool_has_its_own_columns(tmp_path, monkeypatch, capsys):

@@ -40,6 +40,8 @@ class Shot:
 
 def shot_of(written: dict[str, Any]) -> Shot:
     kind = written.get("kind", "loader")
+    if ("submitted" if kind == "pool" else "batches") not in written["stats"]:
+        raise ValueError("no totals of this kind")
     stats = from_dict(written["stats"], of_pool=kind == "pool")
     when = written["since"], written["at"]
     return Shot(written["name"], kind, written["pid"], *when, written["running"], written["last_incident"], stats)
@@ -111,6 +113,8 @@ def lines_of(shots: list[Shot], before: dict[str, Shot], now: float) -> list[str
     lines: list[str] = []
     for shot in shots:
         stats, old = shot.stats, before.get(shot.name)
+        if old is not None and type(old.stats) is not type(stats):
+            old = None  # another process has the number now
         age = now - shot.at
         state = "" if age < _STALE_S else f", silent for {age:.0f} s" + ("" if shot.running else ": ended")
         match stats:

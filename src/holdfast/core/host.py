@@ -11,8 +11,8 @@ Four things make the contract: `Host`, which the supervisor and the faces call; 
 which a host calls in its workers; and `JobContext`, which a job calls there. What only some hosts can do stands at the
 end, each ability a protocol of its own: a face asks `isinstance` once, and works without.
 
-Each sentence in a docstring of `Host`, `Result`, `Job` and `JobContext` is a promise, and a test of that name in
-tests/host/test_conformance.py holds every host to it.
+Each sentence in the docstring of a method here is a promise of the host, and tests/host/test_conformance.py holds every
+host to it, by name. Two kinds of sentences are none: what "The caller" has to do, and what explains a `parameter`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,19 +51,20 @@ class Result(Protocol):
 
     @property
     def failed(self) -> bool:
-        """The job replied with an error, and that is what the result holds."""
+        """True where the job replied with an error."""
 
     @property
     def worker(self) -> int:
         """The worker that made it."""
 
     def open(self, small: int = ..., read: Callable[..., Any] = ...) -> Any:
-        """What the job packed. Leaves below `small` bytes are copies. What reading raises, for instance the
-        `__setstate__` of the user, is raised here. `read`: as shm.pack.unpack, where the job packed in its own way.
+        """Gives what the job packed. Raises what reading that raises, for instance in a `__setstate__` of the user.
+        The caller opens a result once, or discards it. `small`: leaves below so many bytes are copies. `read`: as
+        shm.pack.unpack, where the job packed in its own way.
         """
 
     def discard(self) -> None:
-        """Nobody opens this result: its memory goes back."""
+        """Gives its memory back, unopened."""
 
 
 class WorkerProcess(Protocol):
@@ -86,10 +87,11 @@ class WorkerProcess(Protocol):
 
 
 class Host(Protocol):
-    """Everything is called in one thread at a time, but for `ring`, `pid_of` and `close`."""
+    """Workers, each of which is played by one life after another. Only `ring`, `pid_of` and `close` are called from any
+    thread; everything else, from one at a time.
+    """
 
     resting: bool
-    """True while `wait` waits, and nothing is half done: a signal handler may raise then. The caller sets it back."""
 
     @property
     def marks(self) -> Sequence[int]:
@@ -101,8 +103,8 @@ class Host(Protocol):
 
     @property
     def ends(self) -> "Mapping[int, bytes | StreamEnd]":
-        """What the next life of such a worker must know, or why the worker cannot say. A worker is not there if it has
-        nothing to say.
+        """What the next life of a worker whose stream has ended must know, or why the worker cannot say. A worker that
+        has nothing to say is not there.
         """
 
     @property
@@ -111,66 +113,71 @@ class Host(Protocol):
 
     @property
     def closed(self) -> bool:
-        """True before `open`, and once all processes have been ended."""
+        """True before `open`, and after `close`."""
 
     def open(self) -> None:
-        """Comes first, once. It opens everything, or raises and leaves nothing open."""
+        """Opens everything, or raises and leaves nothing open. The caller comes here first, once."""
 
     def start(self, worker: int, life: int) -> None:
-        """A new life begins. The worker need not be up when this returns: Booted or BootFailed follows, or Exited."""
+        """Booted follows when the life is ready. BootFailed follows when its job raises in `boot`. Its Exited follows
+        when it ends before that. The caller starts a life after the Exited of the one before.
+        """
 
     def send(self, worker: int, life: int, task: int, payload: bytes) -> None:
-        """Never blocks. Tasks are done in the order in which they were sent. A task that is sent to a dying life is
-        lost, and the Exited of that life follows.
+        """Never blocks. A life does its tasks in the order in which they were sent. A task that is sent to a life that
+        has ended is lost.
         """
 
     def flush(self) -> None:
-        """What was sent may wait until `flush` or `wait` is called."""
+        """Without it, tasks go out in `wait` at the latest."""
 
     def take_back(self, worker: int, life: int) -> None:
-        """A Returned follows if the life has a task that it has not begun. It never begins that one."""
+        """Returned follows for one task that the life has not begun, if there is one. The life never begins it. The
+        caller has asked for a host with `take_back`.
+        """
 
     def want(self, task: int) -> None:
-        """The caller is about to wait for this task."""
+        """`task`: the caller is about to wait for it."""
 
     def abandon_below(self, task: int) -> None:
-        """Nobody wants the tasks before this one: they need not be done. Marks and ends of streams begin anew."""
+        """Forgets marks, items and ends of streams. `task`: those before it need not be done."""
 
     def retire(self, worker: int, life: int) -> None:
-        """The life leaves after the task it is on, and its Exited follows. Tasks that it has not begun come back as
-        Returned, or stay with it until the Exited.
+        """The life ends after the task it is on, at once if it is on none. Its Exited says RECYCLED. A task that it has
+        not begun comes back as Returned, or is still with it when it ends.
         """
 
     def release(self, worker: int, life: int, grace_s: float) -> None:
-        """The life has no more tasks, and leaves by itself. After `grace_s` it is killed. Its Exited follows."""
+        """The life leaves by itself, and its Exited says ASKED. A life that stays is killed after `grace_s`."""
 
     def kill(self, worker: int, life: int, task: int) -> None:
-        """If the life is on this task, it is killed, and its Exited follows; what it had not begun comes back as
-        Returned. If it is not on this task, Spared follows.
+        """A life that is on this task is killed, and its Exited says ASKED. What it has not begun comes back as
+        Returned. Spared follows for a life that is on something else, or on nothing. The caller has asked for a host
+        with `take_back`.
         """
 
     def renew(self) -> None:
-        """All workers end, without a report. `start` of each follows."""
+        """Ends all workers, and nothing is told of it. The caller starts new lives."""
 
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
-        """What happened since the last call. It blocks until something happens, at most `timeout_s`. All that a life
-        finished is told before its Exited. A life ends in one Exited. `Exited.on` is what the life was on, or None
-        where that is not known. A result that is lost after its Finished is told as Gone. With `fixed` none is lost.
+        """Gives what has happened since the last call. Blocks until something happens, at most `timeout_s`. Meanwhile
+        `resting` is True. All that a life finished is told before its Exited. Each life ends in one Exited. Says what
+        the life was on, or None where that is not known. Kills a life that is on one place for longer than it may, and
+        its Exited says DEADLINE. Tells Gone of a result that is lost after its Finished; but no result is lost with
+        `fixed`.
         """
 
     def ring(self) -> None:
-        """From any thread: a `wait` returns, with or without an event."""
+        """Makes a `wait` return, from any thread."""
 
     def pid_of(self, worker: int) -> int | None:
-        """The process of this worker. None while it is made, and after its end."""
+        """The process of this worker, or None while it is made and after its end."""
 
     def leftovers(self) -> Sequence[Silence]:
-        """After `close`: incidents that were not told."""
+        """Gives incidents that were not told. The caller has closed the host."""
 
     def close(self, grace_s: float = ...) -> None:
-        """Comes last, from any thread, perhaps more than once. Every process has ended when it returns, within
-        seconds.
-        """
+        """Ends every process within seconds. Does nothing the second time."""
 
 
 class HostMaker(Protocol):
@@ -234,7 +241,7 @@ class Output(Protocol[Space_co]):
     """Where the present task puts what it makes."""
 
     def space(self) -> Space_co:
-        """Room for this task's reply. The same for all calls during one task, and empty at the first."""
+        """Is the same for all calls during one task, and empty at the first."""
 
 
 class JobContext(Recorder, Protocol[Space_co]):
@@ -242,7 +249,7 @@ class JobContext(Recorder, Protocol[Space_co]):
 
     @property
     def words(self) -> Words:
-        """What the worker notes of itself. It begins at 0 with each life, but for counts and `KEPT_APART`."""
+        """Begin at 0 with each worker. `KEPT_APART` stays over all its lives."""
 
     @property
     def output(self) -> Output[Space_co]:
@@ -303,11 +310,12 @@ class Job(Protocol[Space_contra]):
     """What workers do. Made in the trainer; forked with the workers, or pickled for them."""
 
     def boot(self, worker: int, life: int, context: JobContext[Space_contra]) -> None:
-        """Comes first in each life, once, in the worker. What it raises is a BootFailed."""
+        """Is called once in each life, in its process, before `run`."""
 
     def run(self, payload: memoryview, saved: memoryview, count: int) -> Reply:
-        """Does one task, of which the payload says what it is. `saved` is what the last life had done of it, `count`
-        samples, if the host keeps that. It raises `Spent`, and nothing that user code raised.
+        """Is called once for each task, with the payload that was sent. A life that raises `Spent` here ends, and its
+        Exited says RECYCLED. `saved`: what the last life had done of this task, `count` samples or items, if the host
+        keeps that.
         """
 
 

@@ -124,10 +124,13 @@ def unfold(
     return outcomes
 
 
-def left_by(saved: bytes, count: int) -> tuple[list[ItemOutcome], int]:
-    """What a dead worker left of its chunk: outcomes, and how many items it had begun."""
+def left_by(saved: bytes, count: int, position: int = 0) -> tuple[list[ItemOutcome], int]:
+    """What a dead worker left of its chunk: outcomes, and how many items it had begun.
+
+    `position`: the item that it was on. Where nothing is left, those before it have begun, too.
+    """
     if not count:
-        return [], 1
+        return [], max(1, position + 1)
     outcomes = unfold(memoryview(saved), _BEGUN.size, 0, count * _ENTRY.size, lambda: None)
     return outcomes, _BEGUN.unpack_from(saved)[0]
 

@@ -119,7 +119,7 @@ class Settler:
         if unopened and call.items > 1:
             self._halve(call)
             return
-        outcomes, begun = left_by(saved, count)
+        outcomes, begun = left_by(saved, count, lost.position)
         told = self._told(call, outcomes, lost.event.worker)
         for item in range(len(told), begun):
             last = call.lives == 1

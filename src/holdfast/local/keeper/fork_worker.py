@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast.core.host import Job
-from holdfast.core.messages import Cause, Place, Stage
+from holdfast.core.messages import Cause, Exited, Place, Stage
 from holdfast.local.keeper.memory_budget import MemoryBudget
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
 from holdfast.local.protocol.pulse import Pulse
-from holdfast.local.protocol.wire import DESCRIPTORS, LifeEnded, StartLife
+from holdfast.local.protocol.wire import DESCRIPTORS, StartLife
 from holdfast.local.worker.loop import Wiring, WorkerLoop
 from holdfast.shm.slot_writer import SlotSpace
 from holdfast.system import linux
@@ -84,7 +84,7 @@ class WorkerForker:
         self._scene = scene
         self.unforked: deque[Unforked] = deque()
 
-    def bear(self, order: StartLife, fds: list[int], since: float | None = None) -> WorkerLife | LifeEnded | None:
+    def bear(self, order: StartLife, fds: list[int], since: float | None = None) -> WorkerLife | Exited | None:
         """A new life; or word that there is none; or neither, when it is to be tried again."""
         now = time.monotonic()
         pulse = self._pulses[order.worker]
@@ -114,7 +114,7 @@ class WorkerForker:
         os.close(tasks)
         return WorkerLife(order, pid, pulse, memory, crash, now, self._scene)
 
-    def forget(self, worker: int, number: int) -> LifeEnded | None:
+    def forget(self, worker: int, number: int) -> Exited | None:
         """A life that waits to be forked is not wanted any more: word of its end."""
         for waiting in list(self.unforked):
             order, fds, _ = waiting
@@ -191,8 +191,8 @@ def _close(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def _never_born(order: StartLife, now: float, number: int) -> LifeEnded:
+def _never_born(order: StartLife, now: float, number: int) -> Exited:
     place = Place(-1, 0, Stage.BOOT, 0.0)
     limits = descriptor_limits() if number in (errno.EMFILE, errno.ENFILE) else process_limits()
     evidence = Evidence(pid=0, fork_errno=number, limits=limits)
-    return LifeEnded(order.worker, order.life, now, Cause.UNBORN, number, place, evidence)
+    return Exited(order.worker, order.life, now, Cause.UNBORN, number, place, evidence)

@@ -19,7 +19,7 @@ import socket
 import time
 
 from holdfast.core.host import Job
-from holdfast.core.messages import Cause, Leave, Place, Stage
+from holdfast.core.messages import Cause, Exited, Leave, Place, Stage
 from holdfast.local.keeper.fork_worker import KeeperOrders, WorkerForker
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
 from holdfast.local.keeper.worker_watch import Outbox, WorkerWatch
@@ -30,7 +30,6 @@ from holdfast.local.protocol.wire import (
     EndLife,
     KeeperSignalled,
     KeeperUp,
-    LifeEnded,
     LifeStarted,
     StartLife,
     StopAll,
@@ -147,7 +146,7 @@ class Keeper:
                 if life.pidfd is not None:
                     self._poll.register(life.pidfd, select.POLLIN)
                 self._outbox.say(LifeStarted(order.worker, order.life, life.pid))
-            case LifeEnded() as never_born:
+            case Exited() as never_born:
                 self._outbox.say(never_born)
 
     def _release(self, worker: int, number: int, grace_s: float) -> None:
@@ -211,7 +210,7 @@ class Keeper:
         evidence = at_death(seen, self._oom, now, killed=killed)
         os.close(life.crash)
         os.close(life.batches)
-        self._outbox.say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))
+        self._outbox.say(Exited(life.worker, life.life, now, cause, abs(code), on, evidence))
 
     def _part(self) -> None:
         """Whoever could not start, and has said so, may leave by itself; the others do not go on meanwhile."""

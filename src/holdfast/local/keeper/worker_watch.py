@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.host import ALLOWED, BASE
+from holdfast.core.host import ALLOWED, BASE, Silence
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.worker_life import WorkerLife
 from holdfast.local.protocol.pulse import ASKED, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
-from holdfast.local.protocol.wire import MOST_BYTES, LifeQuiet, Message, RoomLeft, encode
+from holdfast.local.protocol.wire import MOST_BYTES, Message, RoomLeft, encode
 from holdfast.local.worker.thresholds import Copies, Thresholds
 from holdfast.system import linux, procfs
 from holdfast.system.cgroups import group_of
@@ -225,4 +225,4 @@ class WorkerWatch:
 
     def _say_quiet(self, life: WorkerLife, what: What, code: int, now: float, **facts: Any) -> None:
         on = life.pulse.place(now)
-        self._outbox.say(LifeQuiet(life.worker, life.life, what, code, on, life.evidence(now, **facts)))
+        self._outbox.say(Silence(life.worker, life.life, what, code, on, life.evidence(now, **facts)))

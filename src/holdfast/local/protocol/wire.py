@@ -5,14 +5,16 @@ worker -> trainer   one pipe for all: RECORDs. A write of up to PIPE_BUF bytes i
                     needed and a killed writer leaves nothing half said. What a worker wrote before its death is in
                     the pipe before its keeper tells of the death: the trainer drains the pipe first.
 worker -> trainer   one socket for all: descriptors of files too large for a slot, ahead of their RECORD.
-trainer <-> keeper  a sequenced-packet socket: the tuples below, pickled, with descriptors beside them.
+trainer <-> keeper  a sequenced-packet socket: the tuples below, Exited and Silence, pickled, with descriptors beside
+                    them.
 """
 
 import pickle
 import struct
 from typing import NamedTuple
 
-from holdfast.core.messages import Cause, Place, What
+from holdfast.core.host import Silence
+from holdfast.core.messages import Exited
 from holdfast.system.evidence import Evidence, shortened
 
 # task, letter box, payload bytes, journal bytes behind it, samples in it. Below 0, the box says where the payload is.
@@ -67,29 +69,6 @@ class LifeStarted(NamedTuple):
     pid: int
 
 
-class LifeEnded(NamedTuple):
-    """keeper -> trainer."""
-
-    worker: int
-    life: int
-    at: float
-    cause: Cause
-    code: int
-    on: Place
-    evidence: Evidence
-
-
-class LifeQuiet(NamedTuple):
-    """keeper -> trainer: What.SILENT, SIGNALLED or COPIED of a worker that lives on."""
-
-    worker: int
-    life: int
-    what: What
-    code: int
-    on: Place
-    evidence: Evidence
-
-
 class KeeperSignalled(NamedTuple):
     """keeper -> trainer: it was sent a signal, noted that and went on."""
 
@@ -106,16 +85,16 @@ class RoomLeft(NamedTuple):
     evidence: Evidence | None
 
 
-Message = RoomLeft | StartLife | EndLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | LifeEnded | LifeQuiet
+Message = RoomLeft | StartLife | EndLife | StopAll | KeeperUp | KeeperSignalled | LifeStarted | Exited | Silence
 
 
 def encode(message: Message, most: int = MOST_BYTES) -> bytes:
     """In at most so many bytes: evidence that is too large loses detail."""
     data = pickle.dumps(message, protocol=5)
-    if len(data) <= most or not isinstance(message, LifeEnded | LifeQuiet | KeeperSignalled | RoomLeft):
+    if len(data) <= most or not isinstance(message, Exited | Silence | KeeperSignalled | RoomLeft):
         return data  # (the others are a few numbers)
     evidence = message.evidence
-    if evidence is None:
+    if not isinstance(evidence, Evidence):
         return data
     for entries, letters in _SHORTER:
         data = pickle.dumps(message._replace(evidence=shortened(evidence, entries, letters)), protocol=5)

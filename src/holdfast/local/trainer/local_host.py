@@ -25,8 +25,6 @@ from holdfast.local.protocol.wire import (
     EndLife,
     KeeperSignalled,
     KeeperUp,
-    LifeEnded,
-    LifeQuiet,
     LifeStarted,
     Message,
     RoomLeft,
@@ -396,9 +394,9 @@ class LocalHost:
         """What the keeper saw at the very end: signals that workers noted. Their exits are what we asked for."""
         self._events.clear()
         while (message := self._keeper_process.next_word()) is not None:
-            if isinstance(message, LifeQuiet | KeeperSignalled):
+            if isinstance(message, Silence | KeeperSignalled):
                 self._believe(message)
-            elif isinstance(message, LifeEnded):
+            elif isinstance(message, Exited):
                 self.workers[message.worker].exitcode = exit_code(message)
 
     def leftovers(self) -> list[Silence]:
@@ -417,10 +415,10 @@ class LocalHost:
                 line = self._line_of(worker, life)
                 if line is not None:
                     line.pid = pid
-            case LifeEnded():
+            case Exited():
                 self._bury(message)
-            case LifeQuiet(worker, life, what, code, on, evidence):
-                self._events.append(Silence(worker, life, what, code, on, evidence))
+            case Silence():
+                self._events.append(message)
             case RoomLeft(workers, paused, need, evidence):
                 self.need, self.room = need, Room(workers, paused)
                 self._events.append(self.room)
@@ -431,13 +429,14 @@ class LocalHost:
             case _:
                 assert_never(message)
 
-    def _bury(self, ended: LifeEnded) -> None:
-        worker, life, at, cause, code, on, evidence = ended
+    def _bury(self, ended: Exited) -> None:
+        worker, life, on = ended.worker, ended.life, ended.on
+        assert on is not None  # a keeper knows
         self._answers.drain(self._events)  # what it finished comes before its death
         line = self._line_of(worker, life)
         self._journals.keep(self.pulses[worker], None if line is None else line.slots, on)
         self.workers[worker].exitcode = exit_code(ended)
-        self._events.append(Exited(worker, life, at, cause, code, on, evidence))
+        self._events.append(ended)
         line = self._channels[worker]
         if line is not None and line.tasks < 0:
             self._end_lifeline(worker)  # perhaps no other life follows
@@ -472,8 +471,8 @@ class LocalHost:
 
 # Wakeup: waits until a worker, the keeper or another thread has something to say.
 #
-# Small batches come close one after another, and falling asleep and being woken takes longer than waiting for them does:
-# after a short wait the next one is a few looks.
+# Small batches come close one after another, and falling asleep and being woken takes longer than waiting for them
+# does: after a short wait the next one is a few looks.
 
 
 # A wait is short below this, and looking takes no longer.

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, POSITION, SLOT
-from holdfast.core.messages import Cause, Place, Stage
+from holdfast.core.messages import Cause, Exited, Place, Stage
 from holdfast.errors import HoldfastError
 from holdfast.local.protocol.pulse import Pulse
-from holdfast.local.protocol.wire import ELSEWHERE, TASK, LifeEnded, StartLife
+from holdfast.local.protocol.wire import ELSEWHERE, TASK, StartLife
 from holdfast.shm import forks
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.slot_writer import FileSpace
@@ -270,7 +270,7 @@ class WorkerHandle:
             time.sleep(0.005)
 
 
-def exit_code(ended: LifeEnded) -> int:
+def exit_code(ended: Exited) -> int:
     """As multiprocessing has it: negative for a signal."""
     if ended.cause in (Cause.RECYCLED, Cause.UNBORN):
         return 0 if ended.cause is Cause.RECYCLED else 1
