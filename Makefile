@@ -1,5 +1,6 @@
 # make demo   sets up and shows a training run that survives everything
 # make test   sets up and runs all tests
+# make lint   formats, fixes what ruff can fix, checks types
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Tests start hundreds of interpreters: without compiled modules each takes a second longer.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint soak-ledger soak-interrupts causes bench bench-auto bench-pool parity-pool notebook compat clean
+.PHONY: demo test test-all lint lint-check soak-ledger soak-interrupts causes bench bench-auto bench-pool parity-pool notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,11 +20,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: $(VENV)/ready
 	$(BIN)/holdfast demo
 
-test: $(VENV)/ready
+test: lint-check
+	$(BIN)/python -m pytest
+
+lint-check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
 
 # The same, and every test of ranks on every start method; ten minutes more.
 test-all: $(VENV)/ready

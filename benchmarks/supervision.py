@@ -83,8 +83,8 @@ def bare_loop() -> Iterator[None]:
 
     fetcher, pulse = MapFetcher.__init__, Pulse.__init__
 
-    def without_words(self: Any, *args: Any, **kwargs: Any) -> None:
-        fetcher(self, *args, **{**kwargs, "words": None})
+    def without_context(self: Any, *args: Any, **kwargs: Any) -> None:
+        fetcher(self, *args, **{**kwargs, "context": None})
 
     def without_stages(self: Any, *args: Any) -> None:
         pulse(self, *args)
@@ -96,7 +96,7 @@ def bare_loop() -> Iterator[None]:
     with (
         patch.object(worker_watch, "TICK_S", 3600.0),
         patch.object(Pulse, "__init__", without_stages),
-        patch.object(MapFetcher, "__init__", without_words),
+        patch.object(MapFetcher, "__init__", without_context),
         patch.object(MapFetcher, "_one_by_one", samples),
     ):
         yield

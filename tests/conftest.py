@@ -1,19 +1,62 @@
 """What every test is held to: it leaves no process, no descriptor, no mapping and no file behind."""
 
 import ctypes
+import faulthandler
 import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
+import pytest_timeout
+
+from .interrupt import free_locks, taken
 
 ROOT = Path(__file__).parent
+# Has this process write its stacks; Holdfast's own signal for that is another one.
+STACKS_SIGNAL = signal.SIGRTMIN + 16
+
+
+class Watchdog:
+    """A test that has run for twice its timeout ends the run: see watchdog.py."""
+
+    def __init__(self) -> None:
+        number, name = tempfile.mkstemp(prefix="holdfast-tests-")
+        os.close(number)
+        self._file = Path(name)
+        self._stderr = os.dup(2)  # pytest puts a file in its place while a test runs
+        faulthandler.register(STACKS_SIGNAL, self._stderr, all_threads=True)
+        # By way of a shell that ends: it is no child of ours then, which tests would count.
+        script = 'exec 0</dev/null 1>&2; "$@" &'
+        command = [sys.executable, str(ROOT / "watchdog.py"), str(os.getpid()), name, str(int(STACKS_SIGNAL))]
+        subprocess.run(["setsid", "sh", "-c", script, "sh", *command], check=True)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        limit_s = pytest_timeout._get_item_settings(item).timeout
+        until = time.monotonic() + 2 * limit_s if limit_s else 0
+        self._file.write_text(f"{until} {item.nodeid}")
+        try:
+            return (yield)
+        finally:
+            self._file.write_text("0")
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.unregister(STACKS_SIGNAL)
+        os.close(self._stderr)
+        self._file.unlink(missing_ok=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Watchdog(), "watchdog")
 
 
 def children() -> set[int]:
@@ -81,6 +124,30 @@ def free_descriptors(count: int) -> Iterator[None]:
             os.close(fd)
 
 
+def until(what: Callable[[], object], sentence: str, seconds: float = 20.0) -> None:
+    """Wait until it is true. `sentence` says what is wrong if it is not true in time."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, sentence
+        time.sleep(0.005)
+
+
+def lay(root: Path, files: dict[str, str]) -> Path:
+    """A machine as a tree of files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run folder of this test: HOLDFAST_RUN_DIR names it, and the first loader makes it."""
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def multiprocessings_own() -> None:
     """Its resource tracker and fork server stay for the interpreter's life: start them before anything is counted.
@@ -104,6 +171,14 @@ def what_is_freed_is_gone() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(mmap_threshold, 128 << 10)
+
+
+@pytest.fixture(autouse=True)
+def logging_goes_on() -> Iterator[None]:
+    """A signal handler of a test that raises inside logging leaves no lock taken, for a later test would hang."""
+    before = taken()
+    yield
+    free_locks(before, True, "in this test")
 
 
 @pytest.fixture(autouse=True)

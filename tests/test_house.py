@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import RankExited, RankRaised, core, errors, local, system
+from holdfast import RankExited, RankRaised, cli, core, errors, launch, local, system
 from holdfast.testing import FAULTS
 
 SOURCE = Path(holdfast.__file__).parent
@@ -26,6 +26,7 @@ LEVELS = [
     {"loader", "launch", "pool"},
     {"testing"},
     {"cli"},
+    {"__main__"},
 ]
 
 
@@ -52,6 +53,16 @@ def test_imports_point_one_way():
                 if parts[1] != room and level(parts[1]) >= level(room) and {room, parts[1]} != {"errors", "policy"}:
                     wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert not wrong
+
+
+@pytest.mark.parametrize("face", ["loader", "pool"])
+def test_a_face_sees_the_contract_and_makes_its_host_in_one_place(face):
+    seen = [
+        name
+        for path in (SOURCE / face).rglob("*.py")
+        for name in re.findall(r"^\s*(?:from|import) (holdfast\.local\S*)", path.read_text(), re.MULTILINE)
+    ]
+    assert seen == ["holdfast.local.trainer.local_host"]
 
 
 PROCESSES = ["protocol", "worker", "keeper", "trainer"]
@@ -81,7 +92,16 @@ def test_torch_is_imported_where_it_belongs():
 def test_core_does_no_io():
     for path in (SOURCE / "core").glob("*.py"):
         imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
-        assert not set(imported) & {"os", "socket", "select", "subprocess", "multiprocessing", "numpy", "torch"}, path
+        assert not set(imported) & {
+            "os",
+            "socket",
+            "select",
+            "subprocess",
+            "multiprocessing",
+            "numpy",
+            "time",
+            "torch",
+        }, path
 
 
 def test_the_map_of_the_package_is_true():
@@ -90,12 +110,22 @@ def test_the_map_of_the_package_is_true():
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
 
 
-@pytest.mark.parametrize("room", [core, system, local], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("room", [core, system, local, launch, cli], ids=lambda room: room.__name__)
 def test_the_map_of_a_room_is_true(room):
     """Every module, and every folder, stands at the beginning of a line, before its description; nothing else does."""
     named = re.findall(r"^ *(\w+)/?  +", room.__doc__, re.MULTILINE)
     there = [path for path in Path(room.__file__).parent.rglob("*") if path.suffix == ".py" or path.is_dir()]
     assert sorted(named) == sorted(path.stem for path in there if path.stem.strip("_") == path.stem)
+
+
+def test_a_module_of_launch_imports_only_those_above_it_in_the_map():
+    order = re.findall(r"^(\w+)  +", launch.__doc__, re.MULTILINE)
+    for i, module in enumerate(order):
+        text = (SOURCE / "launch" / f"{module}.py").read_text()
+        imported = re.findall(
+            r"^from holdfast\.launch\.(\w+) import|^from holdfast\.launch import (\w+)", text, re.MULTILINE
+        )
+        assert {a or b for a, b in imported} <= set(order[:i]), module
 
 
 def test_files_that_the_docs_name_exist():

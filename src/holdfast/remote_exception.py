@@ -10,23 +10,29 @@ itself: it would end the epoch silently, or the trainer with status 0. It become
 
 import functools
 import inspect
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import cloudpickle
 
+from holdfast.core.host import Reply, ReplyKind
 from holdfast.errors import RemoteTraceback, SampleError, legible
+from holdfast.shm.memory import new_file
+from holdfast.shm.pack import Packer
+from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system.evidence import Facts, Sign, facts_of
 from holdfast.system.signals import raised_by_handler
 
 T = TypeVar("T")
 # Letters of a text, and of a traceback, that fit the smallest slot many times.
 _BRIEF = 20_000
+_FACTS = 8
 _NO_FACTS = Facts()
 
 
@@ -48,8 +54,17 @@ class Raised:
     """The dataset's transform that it came out of, if it came out of one."""
 
     def brief(self) -> "Raised":
-        """Without the exception itself, for where there is no room for it."""
-        return replace(self, text=self.text[:_BRIEF], traceback=self.traceback[-_BRIEF:], pickled=None, parts=None)
+        """Without the exception itself, for where there is no room for it. A file's name may be long, or a class's."""
+        return replace(
+            self,
+            type_name=self.type_name[:_BRIEF],
+            text=self.text[:_BRIEF],
+            traceback=self.traceback[-_BRIEF:],
+            pickled=None,
+            parts=None,
+            facts=tuple(fact[:_BRIEF] for fact in self.facts[:_FACTS]),
+            transform=self.transform[:_BRIEF],
+        )
 
 
 def capture(error: BaseException, known: Facts = _NO_FACTS, catch: type[BaseException] = BaseException) -> Raised:
@@ -287,3 +302,39 @@ def _learn(applied: Any, known: dict[int, Any], deep: int) -> None:
 def _attribute(owner: Any, name: str) -> Any:
     """Without running user code: a property may do anything."""
     return inspect.getattr_static(owner, name, None)
+
+
+# Sending -------------------------------------------------------------------------------------------------------------
+
+
+class Failing(Protocol):
+    """How a task failed."""
+
+    def brief(self) -> object:
+        """What always finds room in a slot, and always pickles."""
+
+
+def error_reply(packer: Packer, failure: Failing, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
+    """Which process: the worker. A task ends in this: in the slot, or in a file of its own if that is too small."""
+    try:
+        return Reply(ReplyKind.ERROR, *packer.pack(failure, space), bad, mark=mark)
+    except Full:
+        reply = _error_in_file(packer, failure)
+    except BaseException:  # user code: an index that pickles no more
+        reply = None
+    if reply is None:
+        space.clear()
+        reply = Reply(ReplyKind.ERROR, *packer.pack(failure.brief(), space))
+    return reply._replace(bad=bad, mark=mark)
+
+
+def _error_in_file(packer: Packer, failure: Failing) -> Reply | None:
+    """None where the system refuses the file."""
+    fd = -1
+    try:
+        fd = new_file("error", 0)
+        return Reply(ReplyKind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), file=fd)
+    except OSError:
+        if fd >= 0:
+            os.close(fd)
+        return None

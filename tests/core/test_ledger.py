@@ -20,6 +20,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Leave,
     Lost,
     Note,
@@ -101,6 +102,72 @@ def test_nothing_comes_twice():
     ledger.on(Drawn(0, 4))
     ledger.on(Finished(0, 1, 0, "a"))
     assert ledger.on(Finished(0, 1, 0, "again")) == [Discard("again")]
+
+
+def test_a_result_that_is_lost_before_its_turn_is_made_again():
+    """Rule 11: with the attempt that it had, by whoever has a place, and before all that waits."""
+    ledger = opened()
+    sends = [ledger.on(Drawn(t, 4))[0] for t in range(4)]
+    ledger.on(Finished(1, 1, 1, "b"))
+    again = ledger.on(Gone(1))
+    assert again == [sends[1]]
+    assert ledger.on(Finished(0, 1, 0, "a")) == [Deliver(0, "a")]
+    assert ledger.on(Finished(1, 1, 1, "c")) == [Deliver(1, "c")]
+
+
+def test_a_lost_result_is_charged_to_nobody():
+    """Neither a death nor a strike, and what was bad in it counts once."""
+    ledger = opened(policy=Policy(bad_sample="skip", max_bad=0.3))
+    for t in range(4):
+        ledger.on(Drawn(t, 10))
+    for _ in range(20):
+        assert ledger.on(Finished(1, 1, 1, "b", bad=1)) == []
+        assert kinds(ledger.on(Gone(1, bad=1))) == ["Send"]
+    assert not ledger.stopped
+
+
+def test_a_result_that_is_lost_outlives_its_worker():
+    """Its worker's next life makes it again, or another."""
+    ledger = opened()
+    for t in range(4):
+        ledger.on(Drawn(t, 4))
+    ledger.on(Finished(1, 1, 1, "b"))
+    ledger.on(crash(1, 1, 3))
+    (send,) = ledger.on(Gone(1))
+    assert (send.task, send.attempt, send.bad) == (1, 0, ())
+    assert ledger.on(Finished(send.worker, send.life, 1, "c")) == []
+    assert ledger.on(Finished(0, 1, 0, "a")) == [Deliver(0, "a"), Deliver(1, "c")]
+
+
+def test_a_result_is_lost_in_vain_after_its_turn():
+    """Whoever opens it is told; and what never had a result cannot lose it."""
+    ledger = opened()
+    for t in range(4):
+        ledger.on(Drawn(t, 4))
+    assert ledger.on(Gone(0)) == ()
+    ledger.on(Finished(0, 1, 0, "a"))
+    assert ledger.on(Gone(0)) == ()
+    assert ledger.on(Gone(99)) == ()
+
+
+def test_a_lost_result_goes_back_to_the_worker_whose_turn_it_is():
+    """Where batch n is worker n % workers', no other may make it."""
+    ledger = opened(round_robin=True)
+    for t in range(4):
+        ledger.on(Drawn(t, 4))
+    ledger.on(Finished(1, 1, 1, "b"))
+    ledger.on(Finished(1, 1, 3, "d"))
+    assert [(send.worker, send.task) for send in ledger.on(Gone(1))] == [(1, 1)]
+
+
+def test_a_death_on_nobody_knows_what_blames_no_sample():
+    """A host need not know what a dead worker was on: all that it held is done again."""
+    ledger = opened()
+    for t in range(4):
+        ledger.on(Drawn(t, 4))
+    actions = ledger.on(Exited(0, 1, 1.0, Cause.SIGNAL, signal.SIGSEGV, None))
+    assert kinds(actions) == ["Note", "Start", "Send", "Send"]
+    assert all(action.attempt == 0 for action in actions[2:])
 
 
 def test_a_death_sends_all_its_tasks_again_and_charges_the_one_it_was_on():
@@ -324,6 +391,7 @@ def test_the_story_gives_every_kind_of_event_back():
         Booted(0, 1),
         BootFailed(0, 1, None),
         Finished(0, 1, 0, None, 1),
+        Gone(0, 1),
         Exhausted(0, 1, 0, 0),
         Exited(0, 1, 1.0, Cause.EXIT, 1, place),
         Allowed(3, False),

@@ -25,6 +25,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Leave,
     Lost,
     Note,
@@ -38,6 +39,7 @@ from holdfast.core.messages import (
     Start,
     Stop,
 )
+from holdfast.core.roster import SPARES
 from holdfast.policy import Policy
 
 DEATHS = [
@@ -83,7 +85,9 @@ class Schedules(RuleBasedStateMachine):
         self.held = {w: [] for w in range(workers)}  # tasks on their way to, or in, each worker
         self.sends = {}  # task -> last Send
         self.begun = {}  # task -> positions begun by some life
+        self.spares = {}  # task -> those that some life has tried
         self.ended = {}  # task -> how
+        self.parked = {}  # task -> bad samples in its result, until its turn
         self.drawn = 0
         self.clock = 0.0
         self.stop = None
@@ -107,6 +111,7 @@ class Schedules(RuleBasedStateMachine):
                     self.sends[task] = action
                     for position in action.bad:
                         assert position in self.begun.get(task, ()), "blamed without having begun"
+                    assert {*action.deadly} <= self.spares.get(task, set()) - {0}, "blamed without having been tried"
                 case Deliver(task, result):
                     self.end(task, "delivered")
                     assert not isinstance(result, Short), "each stream was as long as its worker said"
@@ -157,7 +162,19 @@ class Schedules(RuleBasedStateMachine):
         task = self.held[worker].pop(0)
         self.begun.setdefault(task, set()).update(range(4))
         bad = 0 if self.policy.bad_sample == "raise" else data.draw(st.integers(0, 1))
+        self.parked[task] = bad
         self.tell(Finished(worker, self.lives[worker], task, f"result of {task}", bad))
+
+    @precondition(lambda self: not self.stop and not self.streams and self.parked)
+    @rule(data=st.data())
+    def lose(self, data):
+        """A result is gone before anybody opened it: its task is done again; after its turn that is nobody's task."""
+        task = data.draw(st.sampled_from(sorted(self.parked)))
+        ended, bad = task in self.ended, self.parked.pop(task)
+        actions = len(self.actions)
+        self.tell(Gone(task, bad))
+        assert not any(isinstance(action, Note | Stop) for action in self.actions[actions:]), "somebody was charged"
+        assert not ended or len(self.actions) == actions
 
     @precondition(lambda self: not self.stop and self.streams and self.busy())
     @rule(data=st.data())
@@ -168,8 +185,8 @@ class Schedules(RuleBasedStateMachine):
         self.tell(Exhausted(worker, self.lives[worker], task, self.sends[task].number))
 
     @precondition(lambda self: not self.stop and self.lives)
-    @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0))
-    def die(self, data, death, wait):
+    @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0), known=st.booleans())
+    def die(self, data, death, wait, known):
         """Anywhere: at boot, idle, in a sample, in collate, while sending."""
         worker = data.draw(st.sampled_from(sorted(self.lives)))
         self.clock += wait
@@ -178,11 +195,15 @@ class Schedules(RuleBasedStateMachine):
         place = Place(-1, 0, stage, 0.0)
         if held and stage >= Stage.FETCH:
             position = data.draw(st.integers(0, 3))
-            place = Place(held[0], position, stage, min(wait, 0.01))
+            spares = (
+                st.integers(0, SPARES) if stage is Stage.FETCH and self.policy.bad_sample == "replace" else st.just(0)
+            )
+            place = Place(held[0], position, stage, min(wait, 0.01), data.draw(spares))
+            self.spares.setdefault(held[0], set()).add(place.spare)
             self.begun.setdefault(held[0], set()).add(position)
         self.held[worker] = []
         life = self.lives[worker]
-        self.tell(Exited(worker, life, self.clock, *death, place))
+        self.tell(Exited(worker, life, self.clock, *death, place if known else None))
         if self.lives.get(worker) == life:
             del self.lives[worker]  # no other life follows
             self.gone[worker] = life

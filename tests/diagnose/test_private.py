@@ -61,18 +61,51 @@ def test_what_ranks_print_is_their_users_alone(tmp_path, umask):
     assert mode(tmp_path / "logs") == 0o700
 
 
-def test_a_folder_of_the_users_stays_as_it_is(tmp_path):
-    """A folder that was there keeps its rights; the files in it are 0600, those of an earlier run, too."""
+@pytest.mark.parametrize("rights", [0o755, 0o2770, 0o777], ids=oct)
+def test_a_folder_that_was_there_becomes_its_users_alone(tmp_path, caplog, rights):
+    """Its rights and those of an earlier run's files; the log says so once."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run").chmod(0o755)
+    (tmp_path / "run").chmod(rights)
     part = RunFolder(str(tmp_path / "run"), "loader")
     part.file.write_text("{}\n")
     part.file.chmod(0o644)
     part.write({"headline": "it died"})
+    part.write({"headline": "it died again"})
+    part.write_totals(dict)
     assert mode(part.file) == 0o600
     assert part.file.read_text().startswith("{}\n")
-    assert len(part.file.read_text().splitlines()) == 2
-    assert mode(tmp_path / "run") == 0o755
+    assert len(part.file.read_text().splitlines()) == 3
+    assert mode(tmp_path / "run") == rights & 0o2700
+    (said,) = caplog.messages
+    assert f"{tmp_path / 'run'} was open to other users" in said
+
+
+def test_a_log_dir_that_was_there_becomes_its_users_alone(tmp_path, caplog):
+    """The same holds for spawn."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs").chmod(0o755)
+    opened(tmp_path / "logs")
+    opened(tmp_path / "logs")
+    assert mode(tmp_path / "logs") == 0o700
+    assert caplog.text.count("was open to other users") == 1
+
+
+@pytest.mark.parametrize("other", ["sticky", "train.py", "rank-0-attempt-1.log"])
+def test_a_folder_that_holds_other_things_stays_as_it_is(tmp_path, caplog, other):
+    """A project, or /tmp, where root runs the training; the log says so once, and what is ours in it is 0600."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o1777 if other == "sticky" else 0o755)
+    if other != "sticky":
+        (tmp_path / "run" / other).touch()
+    if other.startswith("rank"):
+        if os.getuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(tmp_path / "run" / other, SOMEBODY, SOMEBODY)
+    keep(tmp_path / "run")
+    assert mode(tmp_path / "run") == (0o1777 if other == "sticky" else 0o755)
+    assert {mode(path) for path in (tmp_path / "run").iterdir() if path.name != other} == {0o600}
+    (said,) = caplog.messages
+    assert "keeps its rights" in said and "a folder of its own" in said
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link], ids=lambda plant: plant.__name__)
@@ -132,3 +165,12 @@ def test_a_link_to_a_folder_of_the_users_is_followed(tmp_path):
     (tmp_path / "run").symlink_to("scratch")
     keep(tmp_path / "run")
     assert len(list((tmp_path / "scratch").iterdir())) == 3
+
+
+@pytest.mark.parametrize("stats", [lambda: 1 / 0, lambda: {"odd": {(1, 2): 3}}, lambda: {"odd": object()}])
+def test_totals_that_cannot_be_told_are_said_once(tmp_path, caplog, stats):
+    """What is read of the run is a help, and ends no epoch."""
+    part = RunFolder(str(tmp_path), "loader")
+    part.write_totals(stats)
+    part.write_totals(stats, running=False)
+    assert caplog.text.count("totals cannot be kept") == 1

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader, LoaderTorn, Policy
 
-from ..interrupt import Alarm, Interrupt, handler_raises
+from ..interrupt import Alarm, Interrupt, free_locks, handler_raises, place_of, taken
 from ..process.data import Images, Numbers, Stream
 
 BATCHES, SIZE, WORKERS = 8, 3, 2
@@ -227,8 +227,11 @@ def timer(seconds: float) -> Iterator[None]:
     """SIGINT after that time, from the system; the handler raises."""
 
     def forward(number: int, frame: Any) -> None:
+        nonlocal place
+        place = place_of(frame)
         raise Alarm("time")
 
+    place, locks = place_of(None), taken()
     before = signal.signal(signal.SIGALRM, forward)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -238,6 +241,7 @@ def timer(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
         signal.signal(signal.SIGALRM, before)
+        free_locks(locks, *place)
 
 
 def timed(row: str, times: int, seed: int) -> Counter[str]:

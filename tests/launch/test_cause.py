@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from holdfast.launch.cause import How, RankEnd, how, judge
+from holdfast.launch.cause import EndKind, RankEnd, judge, kind_of
 
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]"
 RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:446] Read error [127.0.0.1]:1: Connection reset by peer"
@@ -41,13 +41,13 @@ def test_a_lost_peer_is_an_echo_even_when_it_is_noticed_first(text):
 def test_a_broken_connection_of_the_users_own_is_no_echo():
     """A service that does not answer: blamed before those who then lost their peer."""
     refused = "ConnectionError: HTTPConnectionPool(host='data'): Connection refused"
-    assert how(RankEnd(0, 5, 1, refused)) is How.BROKEN
+    assert kind_of(RankEnd(0, 5, 1, refused)) is EndKind.BROKEN
     assert blamed(RankEnd(0, 5, 1, refused), RankEnd(1, 6, 1, GLOO)) == 0
 
 
 def test_a_port_that_is_taken_is_no_echo():
     taken = "DistNetworkError: The server socket has failed to listen on any local network address. EADDRINUSE"
-    assert how(RankEnd(0, 5, 1, taken)) is How.FAILED
+    assert kind_of(RankEnd(0, 5, 1, taken)) is EndKind.FAILED
 
 
 def test_a_lost_peer_is_the_cause_when_there_is_no_other():
@@ -58,7 +58,7 @@ def test_what_we_stopped_is_never_the_cause():
     """Also when it ends by an exception, or with a status, or by a crash, once it has our signal."""
     for code, said in ((TERM, ""), (KILL, ""), (1, "RuntimeError: stopped"), (3, ""), (SEGV, "")):
         assert blamed(RankEnd(0, 900, code, said, stopped_ns=800), RankEnd(1, 950, 1, GLOO)) == 1
-        assert how(RankEnd(0, 900, code, said, stopped_ns=800)) is How.STOPPED
+        assert kind_of(RankEnd(0, 900, code, said, stopped_ns=800)) is EndKind.STOPPED
 
 
 def test_what_failed_before_our_signal_came_failed_by_itself():
@@ -69,7 +69,7 @@ def test_nobody_is_to_blame_when_all_were_stopped():
     """Ctrl-C: there is no cause among the ranks."""
     verdict = judge([RankEnd(0, 9, TERM, stopped_ns=8), RankEnd(1, 9, TERM, stopped_ns=8)])
     assert verdict.cause is None
-    assert [kind for _, kind in verdict.others] == [How.STOPPED] * 2
+    assert [kind for _, kind in verdict.others] == [EndKind.STOPPED] * 2
 
 
 def test_an_abort_for_a_lost_peer_is_an_echo():
@@ -97,4 +97,8 @@ def test_the_others_are_told_in_the_order_of_their_ends():
         [RankEnd(2, 30, 1, GLOO), RankEnd(1, 20, KILL), RankEnd(0, 40, TERM, stopped_ns=35), RankEnd(3, 10, 1, RESET)]
     )
     assert verdict.cause.rank == 1
-    assert [(end.rank, kind) for end, kind in verdict.others] == [(3, How.ECHO), (2, How.ECHO), (0, How.STOPPED)]
+    assert [(end.rank, kind) for end, kind in verdict.others] == [
+        (3, EndKind.ECHO),
+        (2, EndKind.ECHO),
+        (0, EndKind.STOPPED),
+    ]

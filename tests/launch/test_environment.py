@@ -3,7 +3,8 @@
 import socket
 
 from holdfast.diagnose.machine import Machine
-from holdfast.launch.environment import Meeting, environment_of, threads_per_rank, too_many
+from holdfast.launch.attempts import HeldPort, environment_of, threads_per_rank
+from holdfast.launch.narrator import too_many
 from holdfast.system.cgroups import ControlGroup
 
 GIB = 1 << 30
@@ -50,12 +51,12 @@ def test_who_does_not_fit_is_told_so_with_numbers():
 
 
 def test_a_held_port_can_be_bound_by_a_rank_and_is_given_to_nobody_else():
-    meeting = Meeting()
+    meeting = HeldPort()
     with socket.socket() as rank_0:
         rank_0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         rank_0.bind(("", meeting.port))
         rank_0.listen()
-    others = {Meeting() for _ in range(50)}
+    others = {HeldPort() for _ in range(50)}
     assert meeting.port not in {other.port for other in others}
     for held in (meeting, *others):
         held.close()

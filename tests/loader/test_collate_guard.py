@@ -86,7 +86,7 @@ def collated(stack, claims, samples):
     claims.slot.clear()
     stack.open(claims, samples)
     try:
-        return torch_collate.default_collate(samples), len(claims.slot.placed)
+        return stack.collate(samples), len(claims.slot.placed)
     finally:
         stack.close()
 

@@ -63,3 +63,34 @@ def test_what_is_large_or_shared_or_cannot_be_pickled_is_as_in_every_life():
     of_second.restore(of_first.moved())
     assert second.epoch == 1
     assert all(vars(second)[name] is own[name] for name in own if name != "epoch")
+
+
+def test_a_change_of_what_cannot_be_given_on_is_seen():
+    """Of large arrays some elements, of others what stands beside a lock, and where a file is read."""
+    changes = {
+        "an array": lambda data: data.large.fill(1),
+        "a list": lambda data: data.names.reverse(),
+        "beside a lock": lambda data: data.both.update(epoch=1),
+        "a file": lambda data: data.file.read(1),
+        "a generator": lambda data: setattr(data, "walk", (x for x in "ab")),
+    }
+    with open(__file__) as file:
+        for name, change in changes.items():
+            dataset = Data()
+            dataset.names = [f"{i:030}" for i in range(200_000)]
+            dataset.both = {"lock": threading.Lock(), "epoch": 0, "local": lambda: 0}
+            dataset.file = file
+            of_life = DatasetChanges(dataset, everything)
+            assert of_life.moved() == b"" and not of_life.lost, name
+            change(dataset)
+            assert of_life.moved() == b"" and of_life.lost, name
+
+
+def test_what_is_held_back_for_a_file_stays_there(tmp_path):
+    """It may be held back in several processes, and would be written by each."""
+    dataset = Data()
+    with open(tmp_path / "log", "w+") as file:
+        dataset.file = file
+        file.write("held back")
+        assert DatasetChanges(dataset, everything).moved() == b""
+        assert (tmp_path / "log").read_text() == ""

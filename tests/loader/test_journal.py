@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from holdfast.core.host import POSITION
 from holdfast.core.messages import Place, Stage
 from holdfast.loader.journal import Journal
-from holdfast.local.protocol.pulse import PAGE, POSITION, Pulse
+from holdfast.local.protocol.pulse import PAGE, Pulse
 from holdfast.local.trainer.worker_channel import Journals
 from holdfast.shm.memory import Memory, new_file
 from holdfast.shm.pack import Packer

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from holdfast.core.host import ReplyKind
 from holdfast.core.messages import Finished
-from holdfast.local.protocol.wire import MAGIC, RECORD, Kind
+from holdfast.local.protocol.wire import MAGIC, RECORD
 from holdfast.local.trainer.answers import Answers
 from holdfast.local.trainer.worker_channel import Journals, begin_life
 from holdfast.shm.memory import new_file
@@ -31,7 +32,7 @@ def answers():
 
 def announce(answers, task, file):
     """As a worker does whose batch is too large for a slot."""
-    record = RECORD.pack(MAGIC | Kind.BATCH_IN_FILE, 0, 1, task, 0, 0, 0, 0, 0, 0)
+    record = RECORD.pack(MAGIC | ReplyKind.BATCH_IN_FILE, 0, 1, task, 0, 0, 0, 0, 0, 0)
     socket.send_fds(answers.files_w, [record], [file])
     os.write(answers.pipe_w, record)
 
@@ -40,7 +41,7 @@ def test_a_file_that_cannot_be_taken_is_an_error_of_its_batch_alone(answers):
     """It says EMFILE; what came behind it is heard, and the next file is taken again."""
     file = new_file("batch", 4096)
     announce(answers, 0, file)
-    os.write(answers.pipe_w, RECORD.pack(MAGIC | Kind.BATCH, 0, 1, 1, 0, 0, 0, 0, 0, 0))
+    os.write(answers.pipe_w, RECORD.pack(MAGIC | ReplyKind.BATCH, 0, 1, 1, 0, 0, 0, 0, 0, 0))
     events = []
     with free_descriptors(0):
         answers.drain(events)

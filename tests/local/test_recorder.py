@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from holdfast.core.host import POSITION, SINCE, STAGE
 from holdfast.local.protocol import pulse
-from holdfast.local.protocol.pulse import POSITION, SINCE, STAGE, PlainRecorder, new_words
+from holdfast.local.protocol.pulse import PlainRecorder, new_words
 
 try:
     from holdfast.local.protocol._pulse import Recorder

@@ -1,6 +1,6 @@
 """The batches of torch's own loader and of ours are the same: types, dtypes, shapes and bytes, small and large.
 
-Batches from 1 MB on take another way than small ones (shm/slot_writer.py), and samples of a tuple another than a dict's.
+Batches of 1 MB and more take another way than small ones (shm/slot_writer.py); tuples take another way than dicts.
 """
 
 import copy

@@ -255,6 +255,82 @@ def test_a_class_of_the_users_inside_a_plain_sample():
     assert batches(DataLoader, lambda i: [{"a": (square(i), Shelf(b=square(i + 20)))}, i]) == want
 
 
+class Lazy(dict):
+    """A dict of the user's that makes its parts with default_collate when it is asked for them, and keeps them."""
+
+    kept: list = []
+
+    def __getitem__(self, key):
+        made = torch.utils.data.default_collate(super().__getitem__(key)).unsqueeze_(0)
+        self.kept.append(made)
+        return made[0] + sum(float(kept.sum()) for kept in self.kept)
+
+
+class Rows(list):
+    """A list of the user's that does the same."""
+
+    kept: list = []
+
+    def __iter__(self):
+        for part in list.__iter__(self):
+            made = registry[torch.Tensor](part, collate_fn_map=registry).transpose_(0, 1)
+            self.kept.append(made)
+            yield made + sum(float(kept.sum()) for kept in self.kept)
+
+
+LATER = {
+    "a dict": lambda later, i: Lazy(a=list(square(i))) if later else {"a": square(i)},
+    "a dict inside": lambda later, i: [{"b": Lazy(a=list(square(i))) if later else {"a": square(i)}}, i],
+    "a list": lambda later, i: Rows([list(square(i))]) if later else [square(i)],
+    "a list inside": lambda later, i: ({"b": Rows([list(square(i))]) if later else [square(i)]}, square(i)),
+    "a dict with a function in the registry": lambda later, i: Boxes(a=square(i)) if later else {"a": square(i)},
+    "a tensor": lambda later, i: square(i).as_subclass(Collates) if later else square(i),
+    "a tensor inside": lambda later, i: {"a": (square(i).as_subclass(Collates) if later else square(i), i)},
+}
+
+
+class Boxes(dict):
+    """Torch goes by the first sample; this one calls default_collate for its parts with itself as the first."""
+
+    kept: list = []
+
+    def __getitem__(self, key):
+        return torch.utils.data.default_collate([self])[key]
+
+
+class Collates(torch.Tensor):
+    """A tensor of the user's that uses default_collate whenever torch tells it of a function."""
+
+    kept: list = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        if function is torch.stack:
+            made = made.as_subclass(torch.Tensor)
+            cls.kept.append(torch.utils.data.default_collate(list(made)))
+            made = made + sum(float(kept.sum()) for kept in cls.kept)
+        return made
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_later_sample_of_a_class_of_the_users(kind):
+    """Torch goes by the first sample, which is plain. What a later one makes with default_collate is its own."""
+
+    def boxes(batch, *, collate_fn_map=None):
+        made = torch.utils.data.default_collate([dict.__getitem__(box, "a") for box in batch])
+        Boxes.kept.append(made)
+        return {"a": made[0] + sum(float(kept.sum()) for kept in Boxes.kept)}
+
+    registry[Boxes] = boxes
+    found = []
+    for loader_class in (TorchLoader, DataLoader):
+        for user in (Lazy, Rows, Boxes, Collates):
+            user.kept.clear()
+        found.append(batches(loader_class, lambda i: LATER[kind](i % BATCH, i)))
+    assert found[0] == found[1]
+
+
 class Told(torch.Tensor):
     """Is told of each function that it is given to: it changes what stack() made, and keeps it."""
 

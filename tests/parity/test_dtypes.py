@@ -42,6 +42,8 @@ FORMS = {
     "with a gradient": lambda t: t.requires_grad_(),
     "transposed": lambda t: t.view(4, 6).t(),
     "with gaps": lambda t: t[::2],
+    "one of a column": lambda t: t.view(4, 6)[:1, 2],
+    "a column of one": lambda t: t.view(4, 6)[:1, 2:3].t(),
     "with gaps and an attribute": lambda t: named(t.view(4, 6)[:, ::2]),
     "without dimensions": lambda t: t[3],
     "empty": lambda t: t[:0],
@@ -106,7 +108,7 @@ def described(tensor):
         dense = dense._neg_view() if dense.is_neg() else dense
     if dense.element_size() in (1, 2, 4, 8):
         dense = dense.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.element_size()])
-    raw = bytes(dense.contiguous().view(-1).view(torch.uint8).numpy())
+    raw = bytes(dense.contiguous().as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
     return type(tensor), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, marks, raw
 
 
@@ -139,7 +141,9 @@ def check(make, count):
     assert gone == []
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:TypedStorage is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support", "ignore:TypedStorage is deprecated", "ignore:torch.quantize_per_tensor"
+)
 
 
 def test_there_are_all_of_them():
@@ -167,3 +171,23 @@ def test_items_of_a_stream():
 
 def test_items_of_a_stream_collated():
     check(lambda kind, n: kind(Stream(), batch_size=1, num_workers=n), len(cases()))
+
+
+class Bits(Dataset):
+    """Of these torch can do no more than send their memory."""
+
+    def __getitem__(self, index):
+        quantized = torch.quantize_per_tensor(torch.arange(8.0), 0.5, 1, torch.quint8)
+        return [torch.arange(8, dtype=torch.uint8).view(torch.int4)[::2], quantized, quantized[::2]][index]
+
+
+def test_what_cannot_be_copied_is_sent_with_all_its_memory():
+    """As torch sends it."""
+    got = list(DataLoader(Bits(), sampler=range(3), batch_size=None, num_workers=1))
+    assert [(part.dtype, part.shape, part.stride()) for part in got] == [
+        (torch.int4, (4,), (2,)),
+        (torch.quint8, (8,), (1,)),
+        (torch.quint8, (4,), got[2].stride()),
+    ]
+    assert got[0].untyped_storage().tolist() == list(range(8))
+    assert [part.dequantize().tolist() for part in got[1:]] == [[*range(8)], [0, 2, 4, 6]]

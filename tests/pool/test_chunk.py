@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from holdfast.local.protocol.pulse import FIELDS, JOURNAL_BYTES, JOURNALLED
-from holdfast.local.protocol.wire import Kind
+from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, ReplyKind
+from holdfast.local.protocol.pulse import FIELDS
 from holdfast.pool.chunk import Results, left_by, unfold
 from holdfast.shm.memory import Memory
 from holdfast.shm.pack import Packer
@@ -57,7 +57,7 @@ def test_what_is_too_much_for_the_slot_goes_to_a_file(slot, first):
     contents = [*SMALL[:first], *(np.full(20_000, x, np.uint8) for x in range(5)), "last"]
     results, words = filled(slot, contents)
     reply = results.reply()
-    assert reply.kind is Kind.BATCH_IN_FILE
+    assert reply.kind is ReplyKind.BATCH_IN_FILE
     memory = Memory(reply.file, os.fstat(reply.file).st_size)
     os.close(reply.file)
     outcomes = unfold(memory.view, reply.where, reply.buffers, reply.spec_bytes, lambda: None)

@@ -1,8 +1,11 @@
 """Iterable datasets that know where they are, each in its own way; importable, so that spawned workers find them."""
 
+import os
 import random
+import threading
 import time
 
+import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 
@@ -197,5 +200,58 @@ class Walked(Plain):
         return Walker(self)
 
 
+class ShufflesALarge(Counts):
+    """Each epoch shuffles what the one before has made of an array that is too large to be given on."""
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.numbers = np.arange(1 << 20)
+
+    def order(self):
+        info = get_worker_info()
+        np.random.default_rng(3).shuffle(self.numbers[: self.length])
+        return self.numbers[: self.length].tolist()[info.id :: info.num_workers]
+
+
+class ShufflesALargeList(Counts):
+    """The same, of names in a list."""
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.names = [f"/somewhere/in/a/folder/{i:09}" for i in range(200_000)]
+
+    def order(self):
+        info = get_worker_info()
+        names = self.names[: self.length]
+        self.names[: self.length] = random.Random(3).sample(names, self.length)
+        return [int(name[-9:]) for name in self.names[: self.length]][info.id :: info.num_workers]
+
+
+class CountsBesideALock(Counts):
+    """The count stands in something that cannot be pickled."""
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.inside = {"lock": threading.Lock(), "file": None, "epoch": 0}
+
+    def __iter__(self):
+        self.epoch = self.inside["epoch"]
+        self.inside["epoch"] += 1
+        self.inside["file"] = self.inside["file"] or open(os.devnull)
+        return self.give(self.order())
+
+
+class CountsBesideAFile(Counts):
+    """The count can be pickled, and something beside it cannot."""
+
+    file = None
+
+    def __iter__(self):
+        self.file = self.file or open(os.devnull)
+        return super().__iter__()
+
+
 COUNTING = [Counts, CountsWithState, CountsAtOnce, CountsAtItsStart, Holds]
+# Of these, not all that changes can be given on.
+UNFIT = [ShufflesALarge, ShufflesALargeList, CountsBesideALock, CountsBesideAFile]
 KINDS = [Plain, Stays, Pending, GoesOn, Itself, Walked]

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast import Policy, Pool, TaskLost, TaskTimeout
 
+from ..conftest import until
 from . import calls
 
 ITEMS = range(30)
@@ -195,9 +196,51 @@ def test_what_is_left_of_a_chunk_is_cancelled_with_it(tmp_path):
         fn = partial(calls.die_or_hang, tmp_path / "hangs")
         got = pool.map(fn, range(2), chunksize=2, return_exceptions=True)
         assert isinstance(next(got), TaskLost)
-        deadline = time.monotonic() + 20
-        while not Path(tmp_path / "hangs").exists():
-            assert time.monotonic() < deadline, "the second item has not begun"
-            time.sleep(0.005)
+        until(Path(tmp_path / "hangs").exists, "the second item has not begun")
         got.close()
         assert pool.submit(calls.square, 3).result(20) == 9
+
+
+def die_when_told(folder, deaths, item):
+    """The first item says that it has begun, and dies once the caller has changed all of them."""
+    number = int(item[0])
+    if number == 0 and calls.marks(folder / "deaths") < deaths:
+        calls.touch_and_wait(folder / f"begun {calls.marks(folder / 'deaths')}", folder / "changed")
+        calls.mark(folder / "deaths")
+        kill()
+    return number
+
+
+@pytest.mark.parametrize("deaths", [1, 2], ids=["dies-once", "dies-twice"])
+@pytest.mark.parametrize("size", [1, 100_000], ids=["small", "large"])
+def test_what_is_sent_once_more_is_what_was_submitted(tmp_path, size, deaths):
+    """The caller uses its items again while the chunk runs: their other contents reach no worker."""
+    (tmp_path / "deaths").mkdir()
+    items = [np.full(size, x) for x in range(5)]
+    with Pool(1, mp_context="fork", policy=Policy(retries=1)) as pool:
+        fn = partial(die_when_told, tmp_path, deaths)
+        got = pool.map(fn, items, chunksize=5, return_exceptions=True)
+        calls.wait_for(tmp_path / "begun 0")
+        for item in items:
+            item.fill(1000)
+        (tmp_path / "changed").touch()
+        got = list(got)
+    assert [type(x) if isinstance(x, Exception) else x for x in got] == [0 if deaths == 1 else TaskLost, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [1, 100_000], ids=["small", "large"])
+def test_what_would_be_sent_once_more_is_cancelled(tmp_path, size):
+    """Nothing of it is left open."""
+    (tmp_path / "deaths").mkdir()
+    pool = Pool(1, mp_context="fork", policy=Policy(retries=1))
+    future = pool.submit(calls.touch_and_wait, tmp_path / "busy", tmp_path / "done")
+    got = pool.map(partial(die_when_told, tmp_path, 9), [np.full(size, x) for x in range(5)], chunksize=5)
+    calls.wait_for(tmp_path / "busy")
+    (tmp_path / "done").touch()
+    future.result()
+    calls.wait_for(tmp_path / "begun 0")
+    (tmp_path / "changed").touch()
+    calls.wait_for(tmp_path / "begun 1")
+    pool.shutdown(cancel_futures=True)
+    with pytest.raises(TaskLost):
+        list(got)

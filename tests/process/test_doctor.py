@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 import threading
 import time
 
@@ -123,6 +124,24 @@ def broken():
 
 
 def needs_arguments(folder):
+    return Good()
+
+
+class Tee:
+    """What a module may put in the place of stderr."""
+
+    def write(self, text):
+        os.write(2, text.encode())
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        raise OSError("no idea")
+
+
+def with_a_tee():
+    sys.stderr = Tee()
     return Good()
 
 
@@ -260,6 +279,12 @@ def test_what_the_dataset_prints_does_not_spoil_the_json(capfd):
     assert call("Chatty", "--json", "--samples", "4") in (0, 1)
     answer = json.loads(capfd.readouterr().out)
     assert answer["dataset"]["loaded"] == 4
+
+
+def test_a_dataset_that_replaces_stderr(capfd):
+    """With a stream that does not say whether it is a terminal."""
+    assert call("with_a_tee", "--samples", "2", "--workers", "1") == 0
+    assert "trying samples of" in capfd.readouterr().err
 
 
 def test_an_instance_a_class_and_a_loader_are_taken(capsys):

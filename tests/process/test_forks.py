@@ -1,11 +1,13 @@
 """A child that the trainer forks has no part in what it inherits: it can damage nothing, and is told so."""
 
+import concurrent.futures
 import gc
 import multiprocessing
 import os
 import pickle
 import select
 import signal
+import threading
 
 import pytest
 from torch.utils.data import Dataset
@@ -225,6 +227,9 @@ USES = {
     "map with progress": lambda pool, future, results: list(pool.map(calls.square, [1], progress=print)),
     "result": lambda pool, future, results: future.result(),
     "exception": lambda pool, future, results: future.exception(),
+    "callback": lambda pool, future, results: future.add_done_callback(print),
+    "wait": lambda pool, future, results: concurrent.futures.wait([future]),
+    "as_completed": lambda pool, future, results: list(concurrent.futures.as_completed([future])),
     "results of a map": lambda pool, future, results: list(results),
 }
 
@@ -247,6 +252,41 @@ def test_a_child_that_uses_an_inherited_pool_is_told_so(use, tmp_path):
         assert ended == (49, None, None)
         assert [future.result(), *results] == [go] * 5
         assert pool.stats()["restarts"] == 0
+
+
+def test_a_child_may_look_at_a_future_that_another_thread_has_locked():
+    """What is settled is there, also in a child that was forked while it was being settled."""
+    with Pool(1, mp_context="fork") as pool:
+        future, locked, go = pool.submit(calls.square, 3), threading.Event(), threading.Event()
+        assert future.result(PATIENCE_S) == 9
+
+        def lock():
+            with future._condition:
+                locked.set()
+                go.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=lock)
+        thread.start()
+        locked.wait(PATIENCE_S)
+        try:
+            assert Child(lambda: (future.result(), future.done(), future.cancel())).said() == (9, True, False)
+        finally:
+            go.set()
+            thread.join()
+
+
+def test_a_child_has_pools_of_its_own():
+    """Its futures are settled, waited for and shown as anywhere; those of its parent are shown."""
+    with Pool(1, mp_context="fork") as pool:
+        future = pool.submit(calls.nap, 60)
+
+        def use():
+            with Pool(1, mp_context="fork") as mine:
+                done, _ = concurrent.futures.wait([mine.submit(calls.square, number) for number in (3, 4)])
+                return sorted(each.result() for each in done), repr(future), future.cancel()
+
+        assert Child(use).said() == ([9, 16], f"<PoolFuture of process {os.getpid()}>", False)
+        pool.kill_workers()
 
 
 def test_a_child_may_end_a_pool_while_another_thread_has_its_lock():

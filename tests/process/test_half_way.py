@@ -3,6 +3,7 @@
 import errno
 import gc
 import linecache
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch.utils.data
 
 import holdfast
 from holdfast import launch
-from holdfast.launch import rank_group
+from holdfast.launch import phases
 from holdfast.system import linux
 from tests import conftest
 from tests.conftest import free_descriptors
@@ -156,6 +157,44 @@ def test_ranks_that_get_too_few_descriptors_say_emfile_and_leave_nothing(method)
     say_emfile(errors_until_it_works(lambda: holdfast.spawn(ranks.nothing, nprocs=2, start_method=method)))
 
 
+REFUSED = """
+import os, resource
+import holdfast
+from tests.conftest import descriptors
+from tests.process import ranks
+
+def loader():
+    list(holdfast.DataLoader(range(4), num_workers=1, multiprocessing_context="fork"))
+
+def pool():
+    holdfast.Pool(1, "fork").submit(abs, -1).result(30)
+
+def spawn():
+    holdfast.spawn(ranks.nothing, nprocs=2, start_method="fork")
+
+for start in loader, pool, spawn:
+    start()  # whatever is imported once and for all is there from now on
+os.setuid(54321)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+for start in loader, pool, spawn:
+    before = descriptors()
+    try:
+        start()
+    except BlockingIOError as error:
+        print(start.__name__, error.errno, any("threads-max" in note for note in error.__notes__))
+    assert set(descriptors().items()) <= set(before.items()), (start.__name__, before, descriptors())
+"""
+
+
+def test_a_start_that_gets_no_process_says_eagain_and_leaves_nothing():
+    """Where the user may have no more processes. For root there is no such limit."""
+    if os.getuid():
+        pytest.skip("only root can become a user with no other processes")
+    ran = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120, check=False)
+    said = "".join(f"{name} {errno.EAGAIN} True\n" for name in ("loader", "pool", "spawn"))
+    assert (ran.stdout, ran.returncode) == (said, 0), ran.stderr[-4000:]
+
+
 def test_to_ask_for_descriptors_takes_none_whatever_interrupts_it():
     """An interrupt may come at any moment; and who is told that there are too few may open those that there are."""
     linux.need_descriptors(3)
@@ -249,7 +288,7 @@ def interrupted(tracer):
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a socket object, which closes itself
 def test_an_interrupt_at_any_line_of_the_start_ends_all_ranks(monkeypatch):
     """Whatever line of ours it falls on, where most has been begun: no process, no descriptor, no thread is left."""
-    monkeypatch.setattr(rank_group, "LAST_CALL_S", 0.01)
+    monkeypatch.setattr(phases, "LAST_CALL_S", 0.01)
     lines = lines_of_a_start()
     missed = 0
     for (name, line), passed in lines.items():
@@ -263,14 +302,14 @@ def test_an_interrupt_at_any_line_of_the_start_ends_all_ranks(monkeypatch):
 TRAINER = """
 import multiprocessing, os, signal, threading, time
 import holdfast
-from holdfast.launch import rank_group
+from holdfast.launch import phases
 from holdfast.system import linux
 from tests import conftest
 from tests.conftest import free_descriptors
 from tests.interrupt import Interrupt, handler_raises
 from tests.process import ranks
 
-rank_group.LAST_CALL_S = 0.01
+phases.LAST_CALL_S = 0.01
 FORKED = dict(nprocs=2, start_method="fork")
 armed = False
 
@@ -312,6 +351,7 @@ HOOKED = """
 import os, signal, time
 import holdfast
 from tests import conftest
+from tests.interrupt import Alarm, handler_raises
 from tests.process import ranks
 trainer = os.getpid()
 def interrupt():
@@ -319,10 +359,12 @@ def interrupt():
     for _ in range(1000):
         pass  # its handler runs here
 os.register_at_fork(after_in_parent=interrupt)
-try:
-    holdfast.spawn(ranks.wait_for_ever, nprocs=2, start_method="fork")
-except KeyboardInterrupt:
-    print("interrupted", conftest.children())
+for error in (KeyboardInterrupt, Alarm):
+    try:
+        with handler_raises(error):
+            holdfast.spawn(ranks.wait_for_ever, nprocs=2, start_method="fork")
+    except error:
+        print("interrupted", conftest.children())
 """
 
 
@@ -334,4 +376,73 @@ def test_a_ctrl_c_in_a_hook_at_the_fork_is_not_lost():
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert out == "interrupted set()\n", err[-4000:]
+    assert out == 2 * "interrupted set()\n", err[-4000:]
+
+
+LOCKED = """
+import logging, os, signal, sys, threading
+import holdfast
+from holdfast import DataLoader
+from tests.interrupt import Alarm, handler_raises
+from tests.process import ranks
+sys.unraisablehook = lambda trouble: None
+# What Python's own hook does as it begins, with the signal pending: it has the lock, and is left.
+acquire, armed = logging._acquireLock, []
+def interrupted():
+    acquire()
+    if armed:
+        armed.clear()
+        signal.raise_signal(signal.SIGINT)
+os.register_at_fork(before=interrupted, after_in_parent=lambda: logging._releaseLock() if armed else None)
+for start in (
+    lambda: holdfast.spawn(ranks.nothing, nprocs=2, start_method="fork"),
+    lambda: list(DataLoader(range(8), num_workers=1, multiprocessing_context="fork")),
+):
+    armed.append(True)
+    try:
+        with handler_raises(Alarm):
+            start()
+    except Alarm:
+        pass
+    armed.clear()
+    thread = threading.Thread(target=logging.getLogger("holdfast").warning, args=("somebody else logs",), daemon=True)
+    thread.start()
+    thread.join(60)
+    print(thread.is_alive())
+"""
+
+
+@pytest.mark.skipif(not hasattr(logging, "_acquireLock"), reason="this Python takes the lock in C")
+def test_a_handler_that_raises_in_the_hook_of_logging_leaves_no_lock_taken():
+    """Python's logging takes its lock before a fork and gives it back behind it; any thread that logs would hang."""
+    command = [sys.executable, "-c", LOCKED]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.stdout == "False\nFalse\n", ran.stderr[-4000:]
+
+
+WAITING = """
+import holdfast
+from tests import conftest
+from tests.interrupt import Alarm, Interrupt, handler_raises
+from tests.process import ranks
+cut = 0
+for moment in range(1, 161, 4):
+    context = holdfast.spawn(ranks.nothing, nprocs=1, join=False, start_method="fork")
+    try:
+        with handler_raises(Alarm), Interrupt(moment):
+            context.stop()
+    except Alarm:
+        cut += 1
+    try:
+        context.join()
+    except KeyboardInterrupt:  # they were stopped
+        pass
+print(cut > 15, conftest.children())
+"""
+
+
+def test_a_handler_that_raises_while_the_end_of_ranks_is_awaited_leaves_no_lock_taken():
+    """At whatever moment: who waits once more hears of the end."""
+    command = [sys.executable, "-c", WAITING]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.stdout == "True set()\n", ran.stderr[-4000:]

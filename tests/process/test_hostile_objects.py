@@ -3,6 +3,7 @@
 An exception reaches the user, as itself where it can; no worker ends for it, and the batches behind it come.
 """
 
+import json
 import threading
 
 import numpy as np
@@ -463,6 +464,44 @@ def test_items_of_a_stream_are_looked_at_without_their_own_code():
         assert found == want, kind
 
 
+class BadKind:
+    """What it is an instance of cannot be asked."""
+
+    __class__ = property(exit_)
+
+
+class BadToLookAt:
+    def __getattribute__(self, name):
+        raise Beyond(name)
+
+
+class Pairs(Dataset):
+    """For the default collation, which asks what the first sample is."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return (index, self.kind()) if index in (BAD - 1, BAD) else index
+
+
+class StreamOfPairs(Pairs, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(LENGTH))
+
+
+@pytest.mark.parametrize("kind", [BadKind, BadToLookAt])
+@pytest.mark.parametrize("dataset", [Pairs, StreamOfPairs])
+def test_a_sample_that_cannot_be_asked_what_it_is(kind, dataset):
+    """Torch's collation asks it, too: what it raises there reaches the user."""
+    found = outcomes(DataLoader(dataset(kind), batch_size=2, num_workers=1))
+    assert [found[0], *found[2:]] == [[0, 1], [4, 5], [6, 7]]
+    assert found[1] in (Beyond, SampleError)
+
+
 class BadIndex(int):
     __repr__ = __str__ = __format__ = refuse
 
@@ -479,6 +518,93 @@ def test_an_index_that_cannot_be_shown(bad_sample, tmp_path, monkeypatch):
     assert found[1] is BadStr if bad_sample == "raise" else isinstance(found[1], list)
     assert "BadIndex" in str(loader.report())
     assert [file for file in tmp_path.glob("incidents-*.jsonl") if "BadStr" in file.read_text()]
+
+
+class Unlike(int):
+    """What a copy is made of, and what JSON makes of numbers, are the user's own code."""
+
+    __deepcopy__ = __copy__ = refuse
+    __reduce_ex__ = object.__reduce_ex__
+
+
+class Key:
+    """An index that is no number, and is not copied."""
+
+    def __init__(self, number):
+        self.number = number
+
+    __deepcopy__ = __copy__ = refuse
+
+    def __repr__(self):
+        return f"Key({self.number})"
+
+
+class SulkyKey(Key):
+    __repr__ = refuse
+
+
+def itself(number):
+    index = [number]
+    index.append(index)
+    return index
+
+
+# How an index is made of a number, and which number it stands for; how JSON has it.
+INDICES = {
+    "keys that are tuples": (lambda number: {(1, 2): number}, lambda index: index[1, 2], "{(1, 2): 3}"),
+    "inside a tuple": (lambda number: (number, {(1, 2): 3}), lambda index: index[0], "(3, {(1, 2): 3})"),
+    "not to be copied": (Key, lambda index: index.number, "Key(3)"),
+    "a number not to be copied": (Unlike, int, 3),
+    "not to be copied or shown": (SulkyKey, lambda index: index.number, "<a SulkyKey, whose __repr__ raised Worse>"),
+    "holds itself": (itself, lambda index: index[0], "[3, [...]]"),
+    "too long a number": (
+        lambda number: (number, 10**5000),
+        lambda index: index[0],
+        "<a tuple, whose __repr__ raised ValueError>",
+    ),
+    "a list": (lambda number: [number, "a"], lambda index: index[0], [3, "a"]),
+    "a set": (lambda number: {number}, min, "{3}"),
+}
+
+
+class Indexed(Dataset):
+    """Each index stands for a number."""
+
+    def __init__(self, kind):
+        self.number_of = INDICES[kind][1]
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        number = self.number_of(index)
+        if number == BAD:
+            raise ValueError("odd")
+        return number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("bad_sample", ["raise", "skip", "replace"])
+def test_an_index_that_json_cannot_hold(bad_sample, kept, workers, tmp_path, monkeypatch):
+    """It is not copied. Where JSON has no way to write it, it stands there as text."""
+    for kind, (index, number, told) in INDICES.items():
+        folder = tmp_path / kind
+        monkeypatch.setenv("HOLDFAST_RUN_DIR", str(folder)) if kept else monkeypatch.delenv("HOLDFAST_RUN_DIR", False)
+        order = [[index(first), index(first + 1)] for first in range(0, LENGTH, 2)]
+        policy = Policy(bad_sample=bad_sample, max_bad=1.0)
+        loader = DataLoader(Indexed(kind), batch_sampler=order, num_workers=workers, policy=policy)
+        found = outcomes(loader)
+        assert [found[0], *found[2:]] == [[0, 1], [4, 5], [6, 7]], kind
+        assert found[1] is ValueError if bad_sample == "raise" else found[1][0] == 2
+        report = json.loads(loader.report().to_json())
+        assert report["incidents"][0]["index"] == report["bad_samples"][0]["index"] == told
+        (raw,) = loader.report().to_dict()["bad_samples"]
+        assert number(raw["index"]) == BAD
+        if kept:
+            lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+            assert [line["index"] for line in lines] == [told], kind
+            assert not workers or lines[0]["again"]["indices"][1] == told
 
 
 def test_an_exception_larger_than_any_slot_reaches_the_user(tmp_path):

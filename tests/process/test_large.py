@@ -148,6 +148,34 @@ def test_an_error_of_a_start_may_be_larger_than_its_place():
         next(iter(loader))
 
 
+def name_a_file(*_):
+    open("/" + "x" * (3 * MIB))
+
+
+def name_a_class(*_):
+    raise type("x" * (3 * MIB), (ValueError,), {})
+
+
+@pytest.mark.parametrize("init", [name_a_file, name_a_class])
+def test_names_in_an_error_of_a_start_may_be_larger_than_its_place(init):
+    """Of a file, which is among what was seen; or of the error's class. The worker says it, and does not crash."""
+    loader = DataLoader(Verbose(), num_workers=1, worker_init_fn=init)
+    with pytest.raises(HoldfastError, match=r"x{1000}"):
+        next(iter(loader))
+    assert [incident.finding for incident in loader.incidents] == ["worker-init-raised"]
+
+
+def test_what_is_kept_and_logged_of_an_error_is_bounded(caplog):
+    """A thousand incidents are kept: what an exception says beyond some pages is not. The user's exception is whole."""
+    loader = DataLoader(Verbose(), batch_size=1, num_workers=1, policy=Policy(bad_sample="skip", max_bad=1.0))
+    assert [index for batch in loader for index in batch.tolist()] == [0, 2]
+    (incident,) = loader.incidents
+    assert "more letters" in incident.says and "ValueError: xxx" in incident.says
+    (bad,) = loader.report().bad_samples
+    assert len(str(incident)) + len(bad.error) + sum(map(len, caplog.messages)) < MIB // 4
+    assert len(loader.report().to_json()) < MIB // 4
+
+
 def test_an_error_of_a_pool_may_be_larger_than_a_slot():
     """It arrives as itself."""
     with holdfast.Pool(1) as pool, pytest.raises(ValueError, match=r"^x{1000}"):

@@ -1,5 +1,6 @@
 """Progress of a map: counted right, said where it belongs, and of no harm to the work."""
 
+import io
 import os
 import pty
 import re
@@ -106,6 +107,70 @@ def test_a_function_that_raises_does_not_harm_the_work(caplog):
         assert list(pool.map(calls.square, range(10), progress=show)) == [x * x for x in range(10)]
     assert "progress of square cannot be shown" in caplog.text
     assert "not in the mood" in caplog.text
+
+
+class Odd(io.StringIO):
+    """What a program has put in the place of stderr."""
+
+    def isatty(self):
+        raise OSError("no idea")
+
+
+class OddAnswer(io.StringIO):
+    class Neither:
+        def __bool__(self):
+            raise TypeError("neither yes nor no")
+
+    def isatty(self):
+        return self.Neither()
+
+
+class Bare:
+    """A stream that knows how to write, and no more."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def getvalue(self):
+        return self.text
+
+
+class Asked(Bare):
+    @property
+    def isatty(self):
+        raise RuntimeError("not now")
+
+
+class NoMethod(Bare):
+    isatty = None
+
+
+@pytest.mark.parametrize("kind", [Odd, OddAnswer, Bare, Asked, NoMethod])
+def test_a_stream_that_does_not_say_what_it_is_is_no_terminal(kind, monkeypatch):
+    """It gets lines, as a log file does."""
+    stream = kind()
+    with Pool(2, mp_context="fork") as pool:
+        monkeypatch.setattr(sys, "stderr", stream)
+        try:
+            assert list(pool.map(calls.square, range(10), progress=True)) == [x * x for x in range(10)]
+        finally:
+            monkeypatch.undo()
+    assert re.fullmatch(r"square: 10 of 10 done, [\d.,]+/s, in 0:0\d\n", stream.getvalue())
+
+
+def test_a_stream_that_is_closed_does_not_harm_the_work(monkeypatch):
+    """It cannot even be asked whether it is a terminal."""
+    stream = io.StringIO()
+    stream.close()
+    with Pool(2, mp_context="fork") as pool:
+        monkeypatch.setattr(sys, "stderr", stream)
+        try:
+            assert list(pool.map(calls.square, range(10), progress=True)) == [x * x for x in range(10)]
+        finally:
+            monkeypatch.undo()
 
 
 def test_nothing_is_said_unless_asked(capfd):

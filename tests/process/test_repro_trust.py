@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
-from holdfast.cli import main
+from holdfast.__main__ import main
 from holdfast.diagnose.run_folder import from_text, to_text
 
 
@@ -125,6 +125,33 @@ def test_an_index_of_the_users_own_class_needs_trust(tmp_path, monkeypatch, caps
     assert "ValueError: Place (1, 2)" in capsys.readouterr().err
 
 
+class Mute(Place):
+    """An index that cannot be shown."""
+
+    def __repr__(self):
+        raise ValueError("mute")
+
+
+@pytest.mark.parametrize("index", [Mute((1, 2)), 1 << 50_000], ids=["object", "number"])
+def test_an_index_that_cannot_be_shown_is_loaded_all_the_same(tmp_path, capsys, index):
+    """With --trust: it is no literal."""
+    kept = base64.b64encode(pickle.dumps((index, index))).decode()
+    file = written(tmp_path, incident(pickled=kept, position=1))
+    assert main(["repro", file, "--dataset", "tests.process.test_repro_trust:Pairs", "--trust"]) == 1
+    said = capsys.readouterr()
+    assert f"loading index <a {type(index).__name__}, whose __repr__ raised ValueError> of batch 0" in said.out
+    assert "before it, raised" in said.err
+
+
+@pytest.mark.parametrize("indices", [(), [3], 3, "abc", None])
+def test_a_pickle_that_holds_no_indices_is_bad_input(tmp_path, capsys, indices):
+    """As a literal is."""
+    file = written(tmp_path, incident(pickled=base64.b64encode(pickle.dumps(indices)).decode()))
+    assert main(["repro", file, "--dataset", HERE, "--trust"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "cannot be opened here" in said
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -138,12 +165,18 @@ def test_an_index_of_the_users_own_class_needs_trust(tmp_path, monkeypatch, caps
         json.dumps(incident(literal="3")),
         json.dumps(incident(literal="(" * 100_000)),
         json.dumps(incident(literal="-" * 100_000 + "1")),
+        json.dumps(incident(literal="(" + "9" * 10_000 + ",)")),
+        json.dumps(incident(literal="(0x" + "f" * 10_000 + ",)")),
+        json.dumps(incident(literal="(3, [-0x" + "f" * 10_000 + "])")),
+        json.dumps(incident(literal="(" + "[" * 5000 + "]" * 5000 + ",)")),
+        json.dumps(incident(literal="(" + "{1:" * 1000 + "1" + "}" * 1000 + ",)")),
+        json.dumps(incident(literal="(" + " + ".join(["1"] * 5000) + ",)")),
         json.dumps(incident(literal="(3,)", seed="x")),
         json.dumps(incident(literal="(3,)", batch=None)),
         '{"again": {"literal": "(' + "\udc80" + '",)"}}',
         "\x00\xff",
     ],
-    ids=range(14),
+    ids=range(20),
 )
 def test_a_file_that_makes_no_sense_is_bad_input(tmp_path, capsys, line):
     """One line says so, and no traceback."""

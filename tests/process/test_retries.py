@@ -38,6 +38,24 @@ class Trips(Dataset):
         return index
 
 
+class Calls(Dataset):
+    """Its indices are functions."""
+
+    def __getitem__(self, index):
+        return index()
+
+
+def bad():
+    raise OSError("bad")
+
+
+class Together(Trips):
+    """Gives many at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 ALWAYS = 1 << 30
 
 
@@ -79,16 +97,54 @@ def test_a_retry_asks_for_what_the_sampler_gave(nested, bad_sample, tmp_path):
     assert loader.stats()["restarts"] == 2
 
 
-def test_the_report_names_the_index_that_the_sampler_gave(tmp_path):
-    """The sampler's list has moved on when the sample is given up."""
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("bad_sample", ["raise", "skip", "replace"])
+def test_the_report_names_the_index_that_the_sampler_gave(bad_sample, workers, nested, tmp_path):
+    """The sampler's list has moved on when the sample is given up, and when the report is read."""
+    deadly = {5: ALWAYS} if workers and bad_sample == "skip" else {}
     loader = DataLoader(
-        Trips(tmp_path, deadly={5: ALWAYS}, exits=True),
-        batch_sampler=OneList(10, 4, nested=True),
-        num_workers=1,
-        policy=Policy(bad_sample="skip", strikes=2, max_bad=1.0),
+        Trips(tmp_path, deadly=deadly, raising={5: ALWAYS, 22: ALWAYS}, exits=True),
+        batch_sampler=OneList(10, 4, nested),
+        num_workers=workers,
+        policy=Policy(bad_sample=bad_sample, strikes=2, max_bad=1.0),
     )
-    assert flat(loader) == [i for i in range(40) if i != 5]
-    assert [bad.index for bad in loader.report().bad_samples] == [[5]]
+    it, got = iter(loader), []
+    while True:
+        try:
+            got += next(it).tolist()
+        except StopIteration:
+            break
+        except OSError:
+            got += [None] * 4
+    report = loader.report().bad_samples
+    assert [bad.index for bad in report] == ([[5], [22]] if nested else [5, 22])
+    if bad_sample == "replace":
+        spares = [bad.replaced_by[0] if nested else bad.replaced_by for bad in report]
+        assert got == [{5: spares[0], 22: spares[1]}.get(i, i) for i in range(40)]
+        assert spares[0] in range(8) and spares[1] in range(24)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_spare_is_any_sample_given_before(workers, tmp_path):
+    """Also where the sampler fills the same lists again: those of earlier batches are not forgotten."""
+    loader = DataLoader(
+        Trips(tmp_path, raising=dict.fromkeys(range(20, 24), ALWAYS)),
+        batch_sampler=OneList(10, 4, nested=True),
+        num_workers=workers,
+        policy=Policy(bad_sample="replace", max_bad=1.0),
+    )
+    got = flat(loader)
+    assert got[:20] == [*range(20)] and {*got[20:24]} <= {*range(20)} and got[24:] == [*range(24, 40)]
+
+
+def test_indices_that_cannot_be_pickled_are_named_without_workers(tmp_path):
+    """They never have to be."""
+    loader = DataLoader(
+        Calls(), batch_sampler=[[bad, lambda: 1], [lambda: 2, bad]], policy=Policy(bad_sample="replace", max_bad=1.0)
+    )
+    assert [{*batch.tolist()} <= {1, 2} for batch in loader] == [True, True]
+    assert [told.index for told in loader.report().bad_samples] == [bad, bad]
 
 
 def test_indices_that_cannot_be_pickled_are_an_error_and_no_hang(tmp_path):
@@ -251,6 +307,74 @@ def test_a_spare_that_kills_is_named_as_itself(tmp_path):
     spares = [incident.index for incident in loader.incidents if "another" in incident.did]
     assert spares and 3 not in spares
     assert len(loader.incidents) == 3 + len(spares)
+
+
+def replacements(loader):
+    """index -> (what happened to it, what stands in its place); each is told once."""
+    bad = loader.report().bad_samples
+    assert len({sample.index for sample in bad}) == len(bad) == loader.stats()["bad_samples"]
+    return {sample.index: (sample.error, sample.replaced_by) for sample in bad}
+
+
+@pytest.mark.parametrize("deaths", [0, 2], ids=["", "and-its-batch-dies-twice-more"])
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_a_spare_that_raises_is_no_bad_sample(seed, deaths, tmp_path):
+    """The first sample ends its worker, and those that are tried in its place raise: it is told once, with the last."""
+    loader = DataLoader(
+        Trips(tmp_path, deadly={0: ALWAYS, 6: deaths}, raising=dict.fromkeys(range(1, 5), ALWAYS), exits=True),
+        batch_size=8,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(seed),
+        policy=Policy(bad_sample="replace", strikes=3 if deaths else 1, max_bad=1.0),
+    )
+    got = flat(loader)
+    found = replacements(loader)
+    assert sorted(found) == [*range(5)] and got[5:] == [*range(5, 40)]
+    assert got[:5] == [found[index][1] for index in range(5)] and {*got[:5]} <= {5, 6, 7}
+    assert "exited with code 3" in found[0][0]
+    assert all(found[index][0] == f"OSError: sample {index} is bad" for index in range(1, 5))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["", "getitems"])
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_a_spare_that_kills_is_not_the_fault_of_what_it_replaces(seed, together, tmp_path):
+    """A sample raises, and what is tried in its place ends the worker: each is told once, with what it did itself."""
+    dataset = (Together if together else Trips)(
+        tmp_path, deadly=dict.fromkeys((1, 2, 3), ALWAYS), raising={0: ALWAYS}, exits=True
+    )
+    loader = DataLoader(
+        dataset,
+        batch_size=6,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(seed),
+        policy=Policy(bad_sample="replace", strikes=2, max_bad=1.0),
+    )
+    got = flat(loader)
+    found = replacements(loader)
+    assert sorted(found) == [0, 1, 2, 3] and got[4:] == [*range(4, 40)]
+    assert got[:4] == [found[index][1] for index in range(4)] and {*got[:4]} <= {4, 5}
+    assert found[0][0] == "OSError: sample 0 is bad"
+    assert all("exited with code 3" in found[index][0] for index in (1, 2, 3))
+    deaths = [incident for incident in loader.incidents if incident.finding != "sample-raised"]
+    assert all(incident.index in (1, 2, 3) or together for incident in deaths)
+    assert [i.index for i in deaths if "replaced" in i.did] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["kills", "raises"])
+def test_what_replaces_a_sample_is_told_without_batches(kind, tmp_path):
+    """batch_size=None: the spare is loaded in the place of the one sample."""
+    bad = dict.fromkeys([5], ALWAYS)
+    loader = DataLoader(
+        Trips(tmp_path, deadly=bad if kind == "kills" else {}, raising=bad, exits=True),
+        batch_size=None,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(1),
+        policy=Policy(bad_sample="replace", strikes=2, max_bad=1.0),
+    )
+    got = list(loader)
+    ((error, spare),) = replacements(loader).values()
+    assert got == [*range(5), spare, *range(6, 40)] and spare in range(5)
+    assert ("exited" in error) == (kind == "kills")
 
 
 def test_a_batch_of_which_nothing_can_be_loaded_is_given_up(tmp_path):

@@ -49,7 +49,7 @@ def running(folder, body, *options, given=(), within=()):
     script = folder / "train.py"
     script.write_text(SCRIPT + textwrap.indent(textwrap.dedent(body), "    "))
     process = subprocess.Popen(
-        [*within, sys.executable, "-m", "holdfast.cli", "run", *options, str(script), *given],
+        [*within, sys.executable, "-m", "holdfast", "run", *options, str(script), *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,19 +85,20 @@ def test_the_script_is_main_and_its_loader_is_ours(tmp_path, method):
         assert isinstance(loader, torch.utils.data.DataLoader)
         assert type(loader).__mro__[1].__module__ == "holdfast.loader.dataloader"
         assert torch.utils.data.dataloader.DataLoader is DataLoader
-        print([batch.tolist() for batch in loader], loader.policy.bad_sample, loader.policy.sample_timeout)
+        policy = loader._holdfast_policy
+        print([batch.tolist() for batch in loader], policy.bad_sample, policy.sample_timeout, hasattr(loader, "policy"))
     """
     options = ("--bad-sample", "skip", "--sample-timeout", "30")
     with running(tmp_path, body, *options, given=("--lr", "0.1", "--retries")) as process:
         status, out, err = ended(process)
     assert status == 0, err
-    assert out.strip() == "[[0, 1, 2, 3], [4, 6, 7]] skip 30.0"
+    assert out.strip() == "[[0, 1, 2, 3], [4, 6, 7]] skip 30.0 False"
 
 
 def test_a_module_runs_as_well(tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "train.py").write_text("import sys\nprint(__name__, __spec__.name, sys.argv[1:])\n")
-    words = [sys.executable, "-m", "holdfast.cli", "run", "-m", "pack.train", "--lr", "3"]
+    words = [sys.executable, "-m", "holdfast", "run", "-m", "pack.train", "--lr", "3"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "__main__ pack.train ['--lr', '3']", done.stderr
 
@@ -116,7 +117,7 @@ def test_what_makes_no_sense_is_said_before_the_script_runs(tmp_path):
     with running(tmp_path, "print('ran')", "--bad-sample", "nope") as process:
         status, out, err = ended(process)
     assert status == 1 and not out and "'raise', 'skip' or 'replace'" in err
-    nothing = [sys.executable, "-m", "holdfast.cli", "run", str(tmp_path / "no.py")]
+    nothing = [sys.executable, "-m", "holdfast", "run", str(tmp_path / "no.py")]
     assert subprocess.run(nothing, capture_output=True, timeout=60, check=False).returncode == 2
 
 

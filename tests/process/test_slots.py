@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from holdfast import DataLoader, Policy
+from holdfast.core.host import STAGE
 from holdfast.core.messages import Stage
-from holdfast.local.protocol.pulse import STAGE, TASK
+from holdfast.local.protocol.pulse import TASK
 from holdfast.shm import slot_claims
 from holdfast.shm.slot_claims import SlotClaims
 

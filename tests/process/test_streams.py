@@ -12,12 +12,13 @@ from holdfast import DataLoader, LoaderTorn, Policy, StreamBroken
 from holdfast.loader import job
 from holdfast.loader.batch_requests import BatchRequests
 from holdfast.loader.iterator import WorkerIterator
-from holdfast.loader.stream import StreamFetcher
+from holdfast.loader.stream import StreamFetcher, fingerprint
 
 from .data import Numbers
 from .streams import (
     COUNTING,
     KINDS,
+    UNFIT,
     Counts,
     CountsAtItsStart,
     CountsWithState,
@@ -145,6 +146,18 @@ def test_what_epochs_that_were_left_count_outlives_a_worker(kind, when):
     assert max(found) == 1
 
 
+@pytest.mark.parametrize("kind", UNFIT)
+@pytest.mark.parametrize("when", [(1, 0), (2, 0), (2, 5), (3, 0), (3, 5)])
+def test_what_cannot_be_given_on_is_noticed_and_gone_through_again(kind, when):
+    """Whole epochs and such as were left: no life takes its share of another order, with nobody to notice."""
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    plan = [None, 3, None, None, None]
+    expected = epochs(torch.utils.data.DataLoader(kind(40), **settings), plan)
+    loader = DataLoader(kind(40, 0.001), **settings)
+    assert epochs(loader, plan, lambda *now: 1 if now == when else None) == expected
+    assert loader.stats()["restarts"] == 1
+
+
 def test_a_whole_epoch_is_not_gone_through_where_it_changes_nothing(monkeypatch):
     """A life that was given a state may begin the next epoch as all others have."""
     monkeypatch.setattr(StreamFetcher, "run_out", None)
@@ -243,6 +256,14 @@ def test_an_iter_that_raises_is_told_once_and_the_others_go_on():
     with pytest.raises(ValueError, match="no such shard"):
         next(iterator)
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint32, torch.float32, torch.complex64])
+def test_an_item_of_one_number_is_told_from_another(dtype):
+    """Whatever its stride: such a one counts as contiguous."""
+    numbers = torch.arange(6).to(dtype).view(2, 3).t()
+    columns = [numbers[at : at + 1, 0] for at in range(3)] + [numbers[:1, 1]]
+    assert len({fingerprint(column, 0) for column in columns}) == 4
 
 
 # The counts ----------------------------------------------------------------------------------------------------------

@@ -6,35 +6,35 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from holdfast import DataLoader, Pool
-from holdfast.cli import main
+from holdfast.__main__ import main
 from holdfast.cli.top import Shot, lines_of
 from holdfast.diagnose.stats import LoaderStats
 
+from ..conftest import until
 from . import calls
 from .data import Numbers
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+def run_dir(run_dir):
+    """A loader has written to it."""
     assert len(list(DataLoader(Numbers(40, 0.002), batch_size=4, num_workers=2))) == 10
-    return tmp_path / "run"
+    return run_dir
 
 
-def test_it_shows_each_loader_and_its_workers(folder, capsys):
-    assert main(["top", str(folder), "--once"]) == 0
+def test_it_shows_each_loader_and_its_workers(run_dir, capsys):
+    assert main(["top", str(run_dir), "--once"]) == 0
     text = capsys.readouterr().out
     assert "10 batches" in text
     assert text.count("  worker ") == 2
     assert "descriptors" in text
 
 
-def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(folder, capsys):
+def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(run_dir, capsys):
     assert main(["top", "--json"]) == 0
     (shot,) = json.loads(capsys.readouterr().out)
     assert shot["stats"]["samples"] == 40
@@ -77,6 +77,67 @@ def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
     assert "silent for 60 s" in lines_of([second], {}, now=162)[0]
 
 
+GOOD = {"name": "7-0", "pid": 7, "since": 0, "at": 100, "running": True, "last_incident": "", "stats": {}}
+BROKEN = {
+    "no JSON": "{",
+    "nothing": "",
+    "a list": "[1, 2]",
+    "a number": "7",
+    "nothing in it": "{}",
+    "no text": b"\xff\xfe\x00",
+    "deep": "[" * 100_000,
+    "a long number": f'{{"at": {"9" * 5000}}}',
+    "no stats": json.dumps(GOOD),
+    "stats that are a list": json.dumps(GOOD | {"stats": [1]}),
+    "text for a number": lambda shot: shot | {"at": "100"},
+    "text for a start": lambda shot: shot | {"since": "0"},
+    "a number for text": lambda shot: shot | {"last_incident": 7},
+    "a number too large": lambda shot: shot | {"at": 10**400},
+    "text for a count": lambda shot: shot | {"stats": shot["stats"] | {"batches": "10"}},
+    "null for a count": lambda shot: shot | {"stats": shot["stats"] | {"waited_s": None}},
+    "workers that are a number": lambda shot: shot | {"stats": shot["stats"] | {"per_worker": 3}},
+    "workers that are numbers": lambda shot: shot | {"stats": shot["stats"] | {"per_worker": [3]}},
+    "caches that are a list": lambda shot: shot | {"stats": shot["stats"] | {"caches": [3]}},
+    "another kind": lambda shot: shot | {"kind": "pool"},
+    "a kind that is a list": lambda shot: shot | {"kind": ["pool"]},
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_file_that_makes_no_sense_is_left_out(how, folder, capsys):
+    """The others are shown, and one line says which is not."""
+    (whole,) = folder.glob("stats-*.json")
+    text = BROKEN[how]
+    text = text if not callable(text) else json.dumps(text(json.loads(whole.read_text())))
+    (folder / "stats-1-0.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["top", str(folder), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("10 batches" in line for line in lines)
+    assert [line for line in lines if "stats-1-0.json" in line] == lines[-1:]
+    assert main(["top", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    assert [shot["name"] for shot in json.loads(said.out)] == [whole.stem.removeprefix("stats-")]
+    assert "stats-1-0.json" in said.err and len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(os.devnull, path)], ids=range(3))
+def test_what_is_no_file_is_left_out(make, folder, capsys):
+    """Nobody waits for a pipe's writer."""
+    make(folder / "stats-1-0.json")
+    assert main(["top", str(folder), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "10 batches" in said and "left out stats-1-0.json" in said
+
+
+def test_a_file_that_becomes_another_kind_between_two_looks():
+    """Its rates are those since the start."""
+    stats = {"restarts": 0, "retries": 0, "per_worker": []}
+    one = GOOD | {"stats": stats | {"batches": 10, "waited_s": 1, "bad_samples": 0}}
+    names = ("done", "submitted", "running", "waiting", "raised", "lost", "cancelled")
+    other = GOOD | {"kind": "pool", "stats": stats | dict.fromkeys(names, 50)}
+    assert "0.5/s" in lines_of([other], {"7-0": one}, now=101)[0]
+
+
 def test_a_pool_has_its_own_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path))
     with Pool(2, mp_context="fork") as pool:
@@ -111,10 +172,11 @@ def test_what_happened_in_a_pool_outlives_who_made_it(tmp_path, capsys):
         assert process.stdout.readline() == b"ready\n"
         (file,) = tmp_path.glob("incidents-*.jsonl")
         findings = [json.loads(line)["finding"] for line in file.read_text().splitlines()]
-        deadline = time.monotonic() + 20
-        while json.loads(next(tmp_path.glob("stats-*.json")).read_text())["stats"]["lost"] != 1:
-            assert time.monotonic() < deadline, "the totals are not written while a task runs"
-            time.sleep(0.05)
+
+        def lost():
+            return json.loads(next(tmp_path.glob("stats-*.json")).read_text())["stats"]["lost"]
+
+        until(lambda: lost() == 1, "the totals are not written while a task runs")
         process.send_signal(signal.SIGKILL)
     assert findings == ["task-raised", "worker-killed"]
     assert main(["top", str(tmp_path), "--once"]) == 0

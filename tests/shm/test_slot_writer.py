@@ -164,7 +164,7 @@ def collated(space, batch):
     """As the default collate has it, twice in a slot: into what the last batch left, or anew."""
     stack = SlotStack()
     stack.space = space
-    return stack.tensors(batch)
+    return stack.tensors_in_slot(batch)
 
 
 NEXT = {

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.system import procfs, secret_patterns
 from holdfast.system.redact import mask
+from tests.conftest import until
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,68 @@ LEAKS = [
     ("az --connection DefaultEndpointsProtocol=https;AccountName=a;AccountKey=x7==;B=c", "x7"),
     ("get 'https://host/x?X-Amz-Credential=x7&X-Amz-Signature=y7'", "7"),
     ("get https://host/x?sv=1&sig=a%2Fb7", "b7"),
+    ("Authorization: OAuth x7", "x7"),
+    ("curl -H 'Authorization: OAuth x7' https://host", "x7"),
+    ("curl -H 'Authorization: Klingon x7' https://host", "x7"),
+    ("curl --header=Authorization:OAuth x7", "x7"),
+    ("curl -HAuthorization: token x7 https://host", "x7"),
+    ("curl -HAuthorization: x7 https://host", "x7"),
+    ("curl '-HAuthorization: token x7' https://host", "x7"),
+    ("curl -H'Authorization: token x7' https://host", "x7"),
+    ('curl -H"Proxy-Authorization: Klingon x7" https://host', "x7"),
+    ("curl -HCookie: a=x7", "x7"),
+    ("curl\0-HAuthorization: Klingon x7 y8\0https://host", "7 y8"),
+    ("curl\0--header=Authorization: Klingon x7\0https://host", "x7"),
+    ("python -c h['Authorization'] = 'Klingon x7'", "x7"),
+    ("bash -c 'echo x|sshpass -p hunter2 ssh h'", "hunter2"),
+    ("bash -c 'echo x | sshpass -p hunter2 ssh h'", "hunter2"),
+    ("bash -c 'X=$(curl -u u:pw http://h)'", "u:pw"),
+    ("bash -c X=$(curl -u u:pw http://h)", "u:pw"),
+    ("bash\0-c\0X=$(curl -u u:pw http://h)", "u:pw"),
+    ("bash -c 'X=\"$(curl -u u:pw http://h)\"'", "u:pw"),
+    ("bash -c 'X=`curl -u u:pw http://h`'", "u:pw"),
+    ("bash -c '(curl -u u:pw http://h)'", "u:pw"),
+    ("bash -c 'true&&curl -u u:pw http://h'", "u:pw"),
+    ("bash -c 'true;/usr/bin/curl -u u:pw http://h'", "u:pw"),
+    ("bash -c 'X=$(mysql -px7)'", "x7"),
+    ("bash -c 'mysql -psecret; ls'", "secret"),
+    ("bash -c 'wandb login x7; ls'", "x7"),
+    ("bash -c 'wandb login x7;curl -s h'", "x7"),
+    ("bash -c 'curl -u a:b;mysql -px7'", "x7"),
+    ("curl -H $(vault read x) -u u:pw http://h", "u:pw"),
+    ("curl -H `vault read x` -u u:pw http://h", "u:pw"),
+    ("python -c password = 'x7'", "x7"),
+    ("train password = x7", "x7"),
+    ("train password ='x7'", "x7"),
+    ("train password= 'x7'", "x7"),
+    ("train password => 'x7'", "x7"),
+    ("python -c if password == 'x7': pass", "x7"),
+    ("python -c os.environ['TOKEN'] = 'x7'", "x7"),
+    ('run {"openai_key" : "x7"}', "x7"),
+    ("run {'token' : 'x7', 'a': 1}", "x7"),
+    ("run {'token': 'x\\'y7'}", "y7"),
+    ("run password: x7", "x7"),
+    ("train --authkey=x7", "x7"),
+    ("tailscale up --authkey x7", "x7"),
+    ("curl -sLuu:pw https://host", "u:pw"),
+    ("curl -sLu u:pw https://host", "u:pw"),
+    ("curl -fsSLku u:pw https://host", "u:pw"),
+    ("mysql -Nsphunter db", "hunter"),
+    ("ldapsearch -xwx7 -b dc=a", "wx7"),
+    ("skopeo copy --src-creds u:pw docker://a docker://b", "u:pw"),
+    ("skopeo copy --dest-creds=u:pw docker://a docker://b", "u:pw"),
+    ("skopeo inspect --creds u:pw docker://a", "u:pw"),
+    ("aws configure set aws_secret_access_key x7", "x7"),
+    ("aws configure set profile.a.aws_session_token x7", "x7"),
+    ("npm config set //registry.npmjs.org/:_authToken x7", "x7"),
+    ("redis-cli config set requirepass x7", "x7"),
+    ("rclone config create a s3 secret_access_key x7", "x7"),
+    ("huggingface-cli login --token x7", "x7"),
+    ("bash -c 'export PGPASSWORD=x7 && psql'", "x7"),
+    ("export WANDB_API_KEY='a x7'; python train.py", "x7"),
+    ("git clone https://me:x7@host/a.git", "x7"),
+    ("bash -c 'echo -n x7 | docker login --password-stdin h'", "x7"),
+    ("bash -c 'printf %s \"x7\"|gh auth login --with-token'", "x7"),
     ("sign -----BEGIN RSA PRIVATE KEY----- MIIx7 -----END RSA PRIVATE KEY----- now", "MIIx7"),
 ]
 
@@ -109,7 +172,7 @@ def test_each_way_to_give_a_secret_is_known(command, secret):
     """The secret is gone, the program is still there."""
     shown = mask(command)
     assert secret.strip() in command and secret not in shown
-    assert shown.startswith(command.split()[0])
+    assert shown.startswith(command.split("\0")[0].split()[0])
     assert "***" in shown
     assert mask(shown) == shown
 
@@ -159,6 +222,28 @@ def test_each_kind_of_token_is_known(whose, begin, letters, least):
         "ray::train(actor_id=0123456789abcdef0123456789abcdef)",
         "wandb sync --project p",
         "grep -rn password src",
+        "bash -c 'X=$(curl -s http://h) python -u train.py'",
+        "bash -c 'X=`curl -s http://h` python -u train.py'",
+        "bash -c '(curl -s http://h); python -u train.py'",
+        "bash -c 'for i in $(seq 3); do echo \"$i\"; done | sort -u out.txt'",
+        "bash -c '[ $n = 3 ] && python -u train.py'",
+        "bash -c 'a=$((1+2)); case $a in 3) python -u x.py;; esac'",
+        "env TOKEN= python train.py",
+        "python -c if token == eos: stop(token)",
+        "python -c token = tokenizer.decode(3)",
+        "python -c key = 3; d = {'key' : 'x', 'sort_key' : 'y'}",
+        "awk {if (key == 3) print} /etc/passwd",
+        "curl -sLo out.bin https://host/u/x",
+        "curl -fsSLO https://host/bundle.tar",
+        "curl -sLd u:pw https://host",
+        "curl -H 'Accept: text/html' https://host",
+        "grep -n Authorization access.log",
+        "aws configure set region eu-west-1",
+        "aws s3 cp s3://bucket/a.txt .",
+        "npm config set registry https://registry.npmjs.org/",
+        "python train.py --creds-from-env --author-key-count 3",
+        "bash -c 'echo start | tee log; docker load --input a.tar'",
+        "tar -xpf archive.tar.gz -C /tmp",
     ],
 )
 def test_ordinary_commands_are_shown_whole(command):
@@ -189,15 +274,24 @@ def test_no_line_takes_long(piece, before):
     assert len(shown) < 20_000
 
 
+@pytest.mark.parametrize(
+    "piece", [*HOSTILE, "(", ")", "`", "$(curl ", "-sLu", "-p", '"', "'", "password = '", "= ", "echo a|", "echo "]
+)
+def test_a_megabyte_takes_no_longer(piece):
+    """Half a second would be fifty times too long."""
+    line = piece * (1_000_000 // len(piece))
+    began = time.process_time()
+    mask(line)
+    mask("curl\0-u\0'" + line)
+    assert time.process_time() - began < 0.5
+
+
 def test_of_a_real_process():
     with (
         subprocess.Popen(["sleep", "30"], env={}) as plain,
         subprocess.Popen(["bash", "-c", "read x", "--password", "hunter2"], stdin=subprocess.PIPE) as other,
     ):
-        deadline = time.monotonic() + 20
-        while procfs.command(plain.pid) == "" or procfs.command(other.pid) == "":
-            assert time.monotonic() < deadline, "they did not start"
-            time.sleep(0.01)
+        until(lambda: procfs.command(plain.pid) and procfs.command(other.pid), "they did not start")
         assert procfs.command(plain.pid) == "sleep 30"
         assert procfs.command(other.pid) == "bash -c read x --password ***"
         assert (other.pid, "bash -c read x --password ***") in procfs.children(os.getpid())

@@ -1,23 +1,26 @@
-"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: rates, who waits for whom, each worker's memory.
+"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: their rates and waits, and the memory of each worker.
 
-Reads what they write there once a second; starts and disturbs nothing.
+It reads what they write there once a second. It starts no process and disturbs none.
 """
 
 import argparse
 import json
 import os
+import stat
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.show import show
+from holdfast.cli import show
 from holdfast.diagnose.stats import LoaderStats, PoolStats, Stats, done_by, from_dict
 from holdfast.errors import HoldfastError
 
-# One that has written nothing for so long is in the middle of something long, or over.
+# A loader that has written nothing for so long does something long, or has ended.
 _STALE_S = 5.0
+# What a file that says something else than we wrote may raise when it is shown.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CLEAR = "\033[H\033[J"
 
 
@@ -44,25 +47,30 @@ def shot_of(written: dict[str, Any]) -> Shot:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", help="the run folder; by default $HOLDFAST_RUN_DIR")
-    parser.add_argument("--once", action="store_true", help="print one look and end")
-    parser.add_argument("--json", action="store_true", help="one look, as JSON")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+    parser.add_argument("--once", action="store_true", help="print the figures once, and end")
+    parser.add_argument("--json", action="store_true", help="print the figures once, as JSON")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (1)")
 
 
 def run(chosen: argparse.Namespace) -> int:
     folder = Path(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or "")
     if not str(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or ""):
-        raise HoldfastError("which folder? Give it, or set HOLDFAST_RUN_DIR as for the training")
+        raise HoldfastError("no run folder is given: name it, or set HOLDFAST_RUN_DIR as for the training")
     if not folder.is_dir():
         raise HoldfastError(f"there is no folder {folder}: was the training started with HOLDFAST_RUN_DIR={folder}?")
     if chosen.json:
-        json.dump(snapshots(folder), sys.stdout, indent=2)
-        print()
+        found, odd = snapshots(folder)
+        json.dump(found, sys.stdout, indent=2)
+        print(flush=True)
+        for line in odd:
+            show(f"holdfast top: {line}", sys.stderr)
         return 0
     before: dict[str, Shot] = {}
     while True:
-        now = [shot_of(written) for written in snapshots(folder)]
-        text = "\n".join(lines_of(now, before, time.time())) or f"no loader or pool has written to {folder} yet"
+        written, odd = snapshots(folder)
+        now = [shot_of(shot) for shot in written]
+        lines = [*lines_of(now, before, time.time()), *odd]
+        text = "\n".join(lines) or f"no loader or pool has written to {folder} yet"
         if chosen.once:
             show(text)
             return 0
@@ -72,15 +80,30 @@ def run(chosen: argparse.Namespace) -> int:
         time.sleep(max(0.1, chosen.interval))
 
 
-def snapshots(folder: Path) -> list[dict[str, Any]]:
-    """What each loader and pool wrote last, the newest first."""
-    found = []
-    for path in folder.glob("stats-*.json"):
+def snapshots(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """What each loader and pool wrote last, the newest first; and a line for each file that cannot be shown."""
+    found, odd = [], []
+    for path in sorted(folder.glob("stats-*.json")):
         try:
-            found.append({"name": path.stem.removeprefix("stats-"), **json.loads(path.read_text())})
-        except (OSError, ValueError):
-            continue  # it goes, or is being replaced: the next look sees it
-    return sorted(found, key=lambda shot: -shot["at"])
+            found.append(_snapshot(path))
+        except FileNotFoundError:
+            continue  # it has just gone
+        except (OSError, *_NONSENSE) as error:
+            why = error.strerror if isinstance(error, OSError) else "no totals of a loader or pool"
+            odd.append(f"left out {path.name}: {why}")
+    return sorted(found, key=lambda shot: -shot["at"]), odd
+
+
+def _snapshot(path: Path) -> dict[str, Any]:
+    """One that can be shown, whoever wrote it. Raises one of `_NONSENSE` for any other."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("no plain file")
+    name = {"name": path.stem.removeprefix("stats-")}
+    shot: dict[str, Any] = name | json.loads(path.read_text()) | name
+    if not isinstance(shot.get("kind", ""), str):
+        raise ValueError("no kind of ours")
+    lines_of([shot_of(shot)], {}, time.time())
+    return shot
 
 
 def lines_of(shots: list[Shot], before: dict[str, Shot], now: float) -> list[str]:

@@ -85,6 +85,7 @@ class Dispatch:
             task.alone,
             task.number,
             task.stay,
+            task.deadly,
         )
 
     def _pass_on(self, worker: WorkerState, task: Task) -> Sequence[Action]:

@@ -152,7 +152,9 @@ def is_charged(task: Task, on: Place, event: Exited) -> bool:
 
 
 def blamed_position(on: Place) -> int:
-    """The sample's; or that of the whole task, where no sample was being loaded."""
+    """The sample's; that of the whole task, where no sample was being loaded; a spare's, below that."""
+    if on.spare:
+        return WHOLE_TASK - on.spare
     return on.position if on.stage is Stage.FETCH else WHOLE_TASK
 
 

@@ -21,7 +21,9 @@ The rules:
    As many batches of a stream have come when it ends as its worker has counted: or that is the result of the task.
 10. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
     do it once more. One that is withdrawn takes its worker with it, and nobody else.
-11. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
+11. A task whose result is lost before its turn is done again, and nobody is charged. Afterwards that is the business
+    of whoever opens it.
+12. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
 """
 
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Kill,
     Leave,
     Lost,
@@ -71,7 +74,7 @@ from holdfast.policy import Policy
 class Ledger:
     """See the module. `depth`: tasks a worker holds at once. `running`: `lives` of the epoch before, in whose
     processes this one goes on. `allowed`: how many workers may be at work at first. `share`: tasks after which a life
-    is over, and another takes its place. `even`: see rule 11.
+    is over, and another takes its place. `even`: see rule 12.
     """
 
     def __init__(
@@ -163,6 +166,8 @@ class Ledger:
                 return self._finished(event)
             case Drawn():
                 return self._drawn(event)
+            case Gone():
+                return self._gone(event)
             case Exhausted():
                 return self._exhausted(event)
             case Withdrawn():
@@ -272,6 +277,19 @@ class Ledger:
         worker = self._dispatch.busiest()
         return (TakeBack(worker.id, worker.life),)
 
+    def _gone(self, event: Gone) -> Sequence[Action]:
+        task = self._tasks.get(event.task)
+        if task is None or not task.done or task.result is None or isinstance(task.result, Lost | Short):
+            return ()  # its turn has come, or it has no result that could be lost
+        assert self._streams is None, "a stream cannot go back by one batch"
+        task.done, task.result = False, None
+        self._breaker.seen -= task.samples
+        self._breaker.bad -= event.bad
+        worker = self._workers[task.worker]
+        if self._rotation is not None:
+            return (self._dispatch.send(worker, task),)
+        return self._dispatch.take_back(worker, task)
+
     def _exhausted(self, event: Exhausted) -> Sequence[Action]:
         worker = self._workers[event.worker]
         if event.life != worker.life or event.task not in worker.tasks:
@@ -334,10 +352,10 @@ class Ledger:
         outcome, strike, needed = self._inquest.hold(event, worker, task, on)
         if outcome is AfterDeath.RENEW:
             return self._renew(event)
+        spare = 0 if task is None or on is None else on.spare
         if outcome is AfterDeath.STOP:
-            return [Note(event, Did.STOPPED, strike, needed), self._stop(Why.RESTARTS, event)]
+            return [Note(event, Did.STOPPED, strike, needed, spare), self._stop(Why.RESTARTS, event)]
         actions: list[Action] = []
-        spare = 0 if task is None or on is None else task.bad.count(blamed_position(on))
         if task is None or on is None:
             did = Did.STARTED
         elif outcome is AfterDeath.BAD:
@@ -381,9 +399,10 @@ class Ledger:
 
     def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[Did, list[Action]]:
         """A sample (or a whole batch) is bad: do with it what the policy says."""
-        position = blamed_position(on)
-        tried = task.bad.count(position)  # it is one in the place of that sample
-        hopeless = position == WHOLE_TASK or tried == SPARES
+        position = on.position if on.spare else blamed_position(on)
+        if on.spare and on.spare not in task.deadly:
+            task.deadly = (*task.deadly, on.spare)
+        hopeless = position == WHOLE_TASK or (self._policy.bad_sample == "replace" and _is_out_of_spares(task, on))
         if self._streams is not None or hopeless or self._policy.bad_sample == "raise":
             del worker.tasks[task.id]
             task.done = True
@@ -394,11 +413,13 @@ class Ledger:
             if task.lives is not None:
                 self._budget.progress()  # it is out of the way
             return Did.GAVE_UP_TASK, self._deliver()
+        if on.spare:
+            return Did.REPLACED_AGAIN, []
         task.bad = (*task.bad, position)
-        self._breaker.bad += not tried
+        self._breaker.bad += 1
         actions = self._stop_for_bad() if self._breaker.is_open else []
         if self._policy.bad_sample == "replace":
-            return Did.REPLACED_AGAIN if tried else Did.REPLACED, actions
+            return Did.REPLACED, actions
         if len(task.bad) < task.samples:
             return Did.LEFT_OUT, actions
         del worker.tasks[task.id]
@@ -443,3 +464,11 @@ class Ledger:
         """It gets no more tasks, and a next life only if that many are allowed."""
         self._roster.let_go(worker)
         self._dispatch.close(worker)
+
+
+def _is_out_of_spares(task: Task, on: Place) -> bool:
+    """Nothing can be given for this sample. (If it only raises, its worker says so, and what it raised.)"""
+    known = on.position in task.bad
+    if not on.spare:
+        return known or len(task.deadly) == SPARES  # it is tried no more, so it was no spare that killed either
+    return known and len(task.deadly) == SPARES

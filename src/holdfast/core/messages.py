@@ -93,12 +93,16 @@ class Why(Enum):
 
 
 class Place(NamedTuple):
-    """What a worker was on, from its pulse."""
+    """What a worker was on, from its pulse.
+
+    `spare`: which sample in the place of that one, counted from 1; 0 for the sample itself.
+    """
 
     task: int
     position: int
     stage: Stage
     seconds: float
+    spare: int = 0
 
 
 # Events ------------------------------------------------------------------------------------------------------------
@@ -171,6 +175,13 @@ class Finished(NamedTuple):
     bad: int = 0
 
 
+class Gone(NamedTuple):
+    """The result of a task was lost after its Finished: it cannot be opened any more. `bad`: as in the Finished."""
+
+    task: int
+    bad: int = 0
+
+
 class Exhausted(NamedTuple):
     """An iterable dataset has nothing left in this worker. `made`: batches, by the worker's own count."""
 
@@ -209,6 +220,7 @@ Event = (
     | Booted
     | BootFailed
     | Finished
+    | Gone
     | Exhausted
     | Exited
     | Allowed
@@ -252,9 +264,9 @@ class Release(NamedTuple):
 class Send(NamedTuple):
     """Hand a task to a worker.
 
-    `bad`: positions known to kill; leave them out or replace them. `alone`: load the samples one by one.
-    `number`: the batch's number in this worker's stream (iterable datasets). `stay`: up to this position
-    it must not leave for a fresh worker any more: that was tried.
+    `bad`: positions known to kill; leave them out or replace them, but by none of the `deadly` spares, counted from 1.
+    `alone`: load the samples one by one. `number`: the batch's number in this worker's stream (iterable datasets).
+    `stay`: up to this position it must not leave for a fresh worker any more: that was tried.
     """
 
     worker: int
@@ -265,6 +277,7 @@ class Send(NamedTuple):
     alone: bool
     number: int
     stay: int
+    deadly: tuple[int, ...] = ()
 
 
 class Retire(NamedTuple):

@@ -183,6 +183,7 @@ class Task:
         "alone",
         "attempt",
         "bad",
+        "deadly",
         "done",
         "id",
         "lives",
@@ -204,7 +205,8 @@ class Task:
         self.alone = False
         self.done = False
         self.result: object = None
-        self.bad: tuple[int, ...] = ()
+        self.bad: tuple[int, ...] = ()  # positions of samples that kill
+        self.deadly: tuple[int, ...] = ()  # spares that do, counted from 1
         self.stay = -1  # up to here a fresh worker did not help
         self.past: Past | None = None  # of the few that have one
 

@@ -4,13 +4,12 @@ What the user's side gets out of it: `ready`, the results whose turn has come; `
 one; `notes`, incidents to be diagnosed; `stop`, set when going on would not help.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import assert_never
+from typing import assert_never, cast
 
 from holdfast.core.autoscale import Autoscale
-from holdfast.core.host import Host, Room, Silence
+from holdfast.core.host import Host, Result, Room, Silence
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import (
     Action,
@@ -25,6 +24,7 @@ from holdfast.core.messages import (
     Exhausted,
     Exited,
     Finished,
+    Gone,
     Kill,
     Note,
     Opened,
@@ -61,9 +61,9 @@ class Supervisor:
         self.dropped = 0
         self.stop: Stop | None = None
 
-    def open(self) -> None:
-        """Start what is not running yet."""
-        self.tell(Opened(time.monotonic()))
+    def open(self, at: float) -> None:
+        """Start what is not running yet. `at`: the time, as events have it."""
+        self.tell(Opened(at))
         self.tell(self._allowed)  # an earlier epoch may have left others at work, or a pause
 
     def step(self, timeout_s: float | None) -> None:
@@ -115,7 +115,7 @@ class Supervisor:
                     self.resolved += 1
                     self.dropped += 1
                 case Discard():
-                    self._host.discard(action.result)
+                    cast(Result, action.result).discard()
                 case Note():
                     self.notes.append(action)
                 case Renew():
@@ -158,7 +158,7 @@ class Story:
             match kept:
                 case Finished() | Drawn() | Opened() | Booted() | BootFailed() | Exhausted() | Exited():
                     yield kept
-                case Withdrawn() | Returned() | Spared() | Rested() | Allowed():
+                case Gone() | Withdrawn() | Returned() | Spared() | Rested() | Allowed():
                     yield kept
                 case (task, samples):
                     yield Drawn(task, samples)

@@ -6,18 +6,18 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from holdfast.core.host import Figures
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
 from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.hang import tells
-from holdfast.diagnose.run_folder import RunFolder
+from holdfast.diagnose.run_folder import RunFolder, for_json
 from holdfast.diagnose.stats import LoaderStats, Stats, WorkerStats, done_by, summary, to_dict
 from holdfast.errors import legible
-from holdfast.local.protocol.pulse import Pulse
 from holdfast.remote_exception import shown
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
@@ -25,6 +25,8 @@ from holdfast.system.linux import signal_name
 SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
+# Letters of a text, and of a stack, in each: an exception may say megabytes, and all that is kept, logged and written.
+_TEXT, _STACK = 4000, 40_000
 _EXAMPLES = 5
 _OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker/loop.py")
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
@@ -87,6 +89,18 @@ class BadSample:
     replaced_by: object = None
 
 
+def as_dict(record: Incident | BadSample) -> dict[str, Any]:
+    """`asdict`, but for the user's indices: those may be anything, and are not copied."""
+    if isinstance(record, BadSample):
+        return {each.name: getattr(record, each.name) for each in fields(record)}
+    again = record.again
+    indices = {
+        "index": record.index,
+        "again": again and {each.name: getattr(again, each.name) for each in fields(again)},
+    }
+    return asdict(replace(record, index=None, again=None)) | indices
+
+
 def incident_of(case: Case) -> Incident:
     """Diagnose one case."""
     finding, evidence = find(case, ALL), case.evidence
@@ -97,10 +111,10 @@ def incident_of(case: Case) -> Incident:
 def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
     """One that is diagnosed already."""
     return Incident(
-        headline=headline,
+        headline=_at_most(headline, _TEXT),
         finding=finding.name,
-        says=finding.says,
-        seen=(*finding.seen, *what_it_had(finding.name, case)),
+        says=_at_most(finding.says, _TEXT),
+        seen=tuple(_at_most(fact, _TEXT) for fact in (*finding.seen, *what_it_had(finding.name, case))),
         did=case.did,
         advice=finding.advice,
         confidence=finding.confidence,
@@ -113,12 +127,21 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         attempt=case.attempt,
         signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what is What.SIGNALLED else None,
         exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=stack,
+        stack=_end_of(stack, _STACK),
         again=case.again,
         at=case.at,
         call=case.call,
         evidence=_without_stack(case.evidence),
     )
+
+
+def _at_most(text: str, letters: int) -> str:
+    return text if len(text) <= letters else f"{text[:letters]}... ({len(text) - letters} more letters)"
+
+
+def _end_of(text: str, letters: int) -> str:
+    """A stack says most in its last lines."""
+    return text if len(text) <= letters else f"({len(text) - letters} letters before) ...{text[-letters:]}"
 
 
 def _without_stack(evidence: Evidence | None) -> Evidence | None:
@@ -227,7 +250,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._past: dict[int, Counter[str]] = {}
-        self._pulses: Sequence[Pulse] = ()
+        self._pulses: Sequence[Figures] = ()
         self._since = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,7 +258,7 @@ class Workers:
         past = {worker: Counter(figures) for worker, figures in enumerate(self._now())}
         return {"_past": self._past | past, "_pulses": (), "_since": 0.0}
 
-    def begin(self, pulses: Sequence[Pulse]) -> None:
+    def begin(self, pulses: Sequence[Figures]) -> None:
         """An iterator's workers, from now on."""
         self.end()
         self._pulses, self._since = pulses, time.monotonic()
@@ -286,7 +309,7 @@ class Record:
 
     def add(self, incident: Incident) -> None:
         if self.kept_in is not None:
-            self.kept_in.write(asdict(incident))
+            self.kept_in.write(as_dict(incident))
         self.counts[f"incident:{incident.finding}"] += 1
         self.last_at[incident.finding] = incident.at
         if len(self.incidents) < KEPT:
@@ -295,7 +318,7 @@ class Record:
     def add_bad(self, bad: BadSample) -> None:
         self.counts["bad_samples"] += 1
         if len(self.bad_samples) < KEPT:
-            self.bad_samples.append(bad)
+            self.bad_samples.append(replace(bad, error=_at_most(bad.error, _TEXT)))
 
 
 def _times(first: float, last: float, count: int) -> str:
@@ -386,10 +409,13 @@ class Report:
             "stats": self.stats,
             "counts": dict(self._counts),
             "last_at": self._last_at,
-            "incidents": [asdict(i) for i in self.incidents],
-            "bad_samples": [asdict(b) for b in self.bad_samples],
+            "incidents": [as_dict(i) for i in self.incidents],
+            "bad_samples": [as_dict(b) for b in self.bad_samples],
             "speed": [asdict(f) for f in self._speed()],
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), default=repr, indent=2)
+        told = self.to_dict()
+        for records in (told["incidents"], told["bad_samples"]):
+            records[:] = map(for_json, records)
+        return json.dumps(told, default=shown, indent=2)

@@ -11,17 +11,19 @@ import itertools
 import json
 import os
 import pickle
+import re
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import cloudpickle
 
 from holdfast.diagnose.stats import Stats, to_dict
-from holdfast.remote_exception import shown
-from holdfast.system.signals import warn
+from holdfast.remote_exception import shown, text_of
+from holdfast.system.signals import raised_by_handler, warn
 
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20
@@ -41,11 +43,16 @@ def to_text(indices: tuple[Any, ...]) -> str | None:
 
 
 def from_text(text: str) -> tuple[Any, ...]:
-    """Runs nothing, whoever wrote it. Raises ValueError for what is not a tuple of literals."""
+    """Runs nothing, whoever wrote it. Raises ValueError for what is not a tuple of literals, or cannot be shown."""
     try:
         indices = ast.literal_eval(text)
+        repr(indices)  # of a number like 0xffff... it may be too long for Python
     except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"no literal: {type(error).__name__}") from None
+    return _checked(indices)
+
+
+def _checked(indices: object) -> tuple[Any, ...]:
     if not isinstance(indices, tuple) or not indices:
         raise ValueError("no tuple of indices")
     return indices
@@ -86,8 +93,35 @@ def to_pickle(indices: tuple[Any, ...]) -> str | None:
 
 def from_pickle(text: str) -> tuple[Any, ...]:
     """Runs whatever its writer wants."""
-    indices: tuple[Any, ...] = pickle.loads(base64.b64decode(text))
-    return indices
+    return _checked(pickle.loads(base64.b64decode(text)))
+
+
+def _loadable(incident: dict[str, Any]) -> dict[str, Any]:
+    """With the indices as `holdfast repro` reads them."""
+    again = incident.get("again")
+    if again is None:
+        return incident
+    literal = to_text(again["indices"])
+    pickled = to_pickle(again["indices"]) if literal is None else None
+    return {**incident, "again": {**again, "literal": literal, "pickled": pickled}}
+
+
+def for_json(record: dict[str, Any]) -> dict[str, Any]:
+    """An incident or a bad sample whose indices JSON can hold."""
+    found: dict[str, Any] = {name: _for_json(record[name]) for name in ("index", "replaced_by") if name in record}
+    if again := record.get("again"):
+        found["again"] = {**again, "indices": [_for_json(index) for index in again["indices"]]}
+    return record | found
+
+
+def _for_json(index: object) -> object:
+    """Of numbers, text and what holds them: as it is; any other as text."""
+    try:
+        return json.loads(json.dumps(index, default=shown))
+    except Exception as error:  # user code, keys that are no text, or what holds itself
+        if raised_by_handler(error):
+            raise
+        return shown(index)
 
 
 class RunFolder:
@@ -118,31 +152,38 @@ class RunFolder:
 
     def write(self, incident: dict[str, Any]) -> None:
         """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
-        again = incident.get("again")
-        if again is not None:
-            literal = to_text(again["indices"])
-            pickled = to_pickle(again["indices"]) if literal is None else None
-            incident["again"] = {**again, "literal": literal, "pickled": pickled}
-        line = json.dumps({"number": self._count, **incident}, default=shown) + "\n"
         self._last_incident = str(incident.get("headline", ""))
         try:
+            line = json.dumps({"number": self._count, **for_json(_loadable(incident))}, default=shown) + "\n"
             if not self._count:
                 self._write_dataset()
             self._append(line)
-        except OSError as error:
+        except Exception as error:  # no room on the disk, or user code: a help, not a duty
+            if raised_by_handler(error):
+                raise
             if not self._failed:
-                warn(f"incidents cannot be kept in {self.file}: {error}")
+                warn(f"incidents cannot be kept in {self.file}: {text_of(error)}")
             self._failed = True
         self._count += 1
 
     def write_totals(self, stats: Callable[[], Stats], running: bool = True) -> None:
-        """For `holdfast top`; at most once a second, whole or not at all."""
+        """For `holdfast top`; at most once a second, whole or not at all. Trouble here is said once."""
         now = time.monotonic()
         if self._totals_failed or (running and now < self._next_totals):
             return
         self._next_totals = now + TOTALS_S
         if os.getpid() != self._owner:
             self._begin()  # a forked child has files of its own: two that write the same totals lose them
+        path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
+        try:
+            self._keep_totals(path, stats(), running)
+        except Exception as error:  # no room on the disk, or what is asked for totals raises: a help, not a duty
+            if raised_by_handler(error):
+                raise
+            warn(f"totals cannot be kept in {path}: {text_of(error)}")
+            self._totals_failed = True
+
+    def _keep_totals(self, path: Path, stats: Stats, running: bool) -> None:
         shot = {
             "kind": self._kind,
             "pid": os.getpid(),
@@ -150,17 +191,13 @@ class RunFolder:
             "at": time.time(),
             "running": running,
             "last_incident": self._last_incident,
-            "stats": to_dict(stats()),
+            "stats": to_dict(stats),
         }
-        path = self.file.with_name(self.file.name.replace("incidents-", "stats-")).with_suffix(".json")
-        try:
-            draft = path.with_suffix(".draft")
-            with open(open_new(draft), "w") as file:
-                json.dump(shot, file)
-            draft.replace(path)
-        except OSError as error:
-            warn(f"totals cannot be kept in {path}: {error}")
-            self._totals_failed = True
+        text = json.dumps(shot)
+        draft = path.with_suffix(".draft")
+        with open(open_new(draft), "w") as file:
+            file.write(text)
+        draft.replace(path)
 
     def _append(self, line: str) -> None:
         fd = open_to_append(self.file)
@@ -196,14 +233,20 @@ class _Bounded:
 
 # Folders and files that are their user's alone: what Holdfast keeps of a run, and what ranks print.
 #
-# A folder that we make is 0700, with those above it that were missing. One that was there keeps its rights, and must
-# belong to us or to root: any other owner may put what he likes in the place of our files. Files are 0600, whatever the
-# umask. What others may have put where a file goes (a link, a pipe) is never written to.
+# A folder that we make is 0700, with those above it that were missing. One that was there must belong to us or to root:
+# any other owner may put what he likes in the place of our files. If it is ours, open to others, and holds nothing but
+# files of Holdfast, it becomes 0700, too; one that holds other things (a project, /tmp) keeps its rights. Files are 0600,
+# whatever the umask. What others may have put where a file goes (a link, a pipe) is never written to.
 
 
 _FOLDER, _FILE = 0o700, 0o600
+_OTHERS = 0o077
+# What a run folder and a `log_dir` hold: see RunFolder and launch/output.py.
+_OURS = re.compile(r"(?:incidents|stats)-\d+-\d+\.(?:jsonl|json|draft|dataset)|rank-\d+-attempt-\d+\.log")
 # O_NONBLOCK: a pipe without a reader is an error, not a wait for ever. It means nothing to a regular file.
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Folders that were found open to others, by device, inode and rights: what was done about one is said once.
+_found: set[tuple[int, int, int]] = set()
 
 
 def open_new(path: Path) -> int:
@@ -239,14 +282,51 @@ def _folder_of(path: Path) -> int:
     """A descriptor of the folder, which is made if it is not there: what is opened through it is opened in this one."""
     _make(path.parent)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    owner = os.fstat(folder).st_uid
-    if owner in (os.geteuid(), 0):
-        return folder
+    try:
+        about = os.fstat(folder)
+        owner = about.st_uid
+        if owner == os.geteuid() and about.st_mode & _OTHERS:
+            _narrow(folder, about, path.parent)
+        if owner in (os.geteuid(), 0):
+            return folder
+    except BaseException:
+        os.close(folder)
+        raise
     os.close(folder)
     raise PermissionError(
         f"{path.parent} belongs to uid {owner}, and this is uid {os.geteuid()}: name a folder of your own, or one in "
         "it that does not exist yet"
     )
+
+
+def _narrow(folder: int, about: os.stat_result, path: Path) -> None:
+    """One of ours that is open to others. What is there is asked through the descriptor: a name may lead elsewhere."""
+    known = (about.st_dev, about.st_ino, about.st_mode)
+    if known in _found:
+        return
+    _found.add(known)
+    here, rights = f"/proc/self/fd/{folder}", stat.S_IMODE(about.st_mode)
+    try:
+        if rights & stat.S_ISVTX or _holds_other_things(here):
+            warn(
+                f"{path} is open to other users ({rights:04o}) and holds more than files of Holdfast: it keeps its "
+                "rights, and the files of Holdfast there are 0600; better name a folder of its own"
+            )
+            return
+        os.chmod(here, rights & ~_OTHERS)
+        warn(f"{path} was open to other users ({rights:04o}) and is yours alone now ({rights & ~_OTHERS:04o})")
+    except OSError as error:
+        warn(f"{path} is open to other users ({rights:04o}) and cannot be made yours alone: {error}")
+
+
+def _holds_other_things(folder: str) -> bool:
+    """Anything but files of ours, by name and owner."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it has just gone
+                if not _OURS.fullmatch(entry.name) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    return True
+    return False
 
 
 def _make(folder: Path) -> None:

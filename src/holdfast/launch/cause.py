@@ -1,9 +1,10 @@
-"""Which failure is the cause? When one rank dies, the others soon report a broken connection, or are stopped by us.
+"""Which failure is the cause? When one rank dies, the others soon report a broken connection, or Holdfast stops them.
 
-Pure: ends in, verdict out. An end is told by its own time: that of the `raise`, which the rank itself noted, else that
-of the death, when the process's descriptor woke us. Order alone does not do: a death is noticed a moment after it
-happened, and by then a peer may already have raised. So what is plainly the echo of somebody else's end comes after
-what is not, and what we stopped ourselves is never the cause.
+Pure: the ends of all ranks come in, a verdict comes out. Each end has a time of its own. If the rank raised, it is the
+time of the `raise`, which the rank noted. Else it is the time of the death, when the process's descriptor woke the
+trainer. The order of these times is not enough: the trainer notices a death a moment after it happened, and a peer may
+have raised by then. So an end that is plainly the echo of another one comes after all ends that are not. A rank that
+Holdfast stopped is never the cause.
 """
 
 import re
@@ -18,88 +19,88 @@ from holdfast.diagnose.report import Incident
 from holdfast.errors import HoldfastError
 
 
-class How(IntEnum):
-    """How a rank ended; the order is that of blame."""
+class EndKind(IntEnum):
+    """How a rank ended. Of two kinds the lower one is to blame."""
 
-    FAILED = 0  # crashed, was killed, exited or raised by itself
-    BROKEN = 1  # a connection of its own broke: to a peer, or to anybody
+    FAILED = 0  # it crashed, was killed, exited or raised by itself
+    BROKEN = 1  # one of its connections broke: to a peer, or to something else
     ECHO = 2  # gloo, NCCL or the store say that it lost a peer
-    STOPPED = 3  # by us, after somebody else had failed
+    STOPPED = 3  # Holdfast stopped it, after another rank had failed
     DONE = 4
 
 
 class RankEnd(NamedTuple):
-    """One rank's end. `code` as multiprocessing has it: negative for a signal."""
+    """One rank's end. `code` is multiprocessing's: negative for a signal."""
 
     rank: int
     at_ns: int
     code: int
-    said: str = ""
+    raised: str = ""
     """Type and text of the exception that it raised."""
     output: str = ""
-    """Its last lines."""
+    """The last lines that it printed."""
     stopped_ns: int | None = None
-    """When we first sent it a signal."""
+    """When Holdfast first sent it a signal."""
 
 
 class RootCause(NamedTuple):
-    """`cause`: None when no rank failed. `others`: the ranks that ended badly, in the order of their ends."""
+    """`cause`: None when no rank failed. `others`: the other ranks that ended badly, in the order of their ends."""
 
     cause: RankEnd | None
-    others: tuple[tuple[RankEnd, How], ...]
+    others: tuple[tuple[RankEnd, EndKind], ...]
 
 
-# What is said when the other side of a connection has gone, or does not answer.
+# What an error says when the other side of a connection has gone, or does not answer.
 _GONE = re.compile(
     r"Connection (closed by|reset by|refused|aborted|was likely closed)|Broken pipe|Socket closed|"
     r"remote process exited|ncclRemoteError|remote server shutdown or crash|got 0 bytes|[Tt]imed out waiting \d+ms|"
     r"timeout after \d+ms|collective operation timeout|pair closure|[Cc]onnect timeout|"
     r"ConnectionResetError|BrokenPipeError|^EOFError",
 )
-# Who says it: then the other side is a rank.
+# Which libraries say it when the other side is a rank.
 _AMONG_RANKS = re.compile(r"\bgloo\b|NCCL|\bnccl|TCPStore|c10d|ProcessGroup|Dist(Backend|Network|Store)Error")
-# Signals by which a process ends itself, its last lines being the reason: an uncaught C++ exception of gloo or NCCL.
+# Signals by which a process ends itself. Its last lines give the reason: an uncaught C++ exception of gloo or NCCL.
 _ENDS_ITSELF = (signal.SIGABRT,)
 
 
-def how(end: RankEnd) -> How:
-    """Of one rank, seen alone."""
-    if end.code == 0 and not end.said:
-        return How.DONE
+def kind_of(end: RankEnd) -> EndKind:
+    """The kind of one rank's end, seen without the others."""
+    if end.code == 0 and not end.raised:
+        return EndKind.DONE
     if end.stopped_ns is not None and end.at_ns >= end.stopped_ns:
-        return How.STOPPED
-    if end.said:
-        return _of_words(end.said)
+        return EndKind.STOPPED
+    if end.raised:
+        return _kind_of_text(end.raised)
     if end.code > 0 or -end.code in _ENDS_ITSELF:
-        return How.ECHO if _of_words(end.output) is How.ECHO else How.FAILED
-    return How.FAILED
+        return EndKind.ECHO if _kind_of_text(end.output) is EndKind.ECHO else EndKind.FAILED
+    return EndKind.FAILED
 
 
-def _of_words(text: str) -> How:
+def _kind_of_text(text: str) -> EndKind:
     if not _GONE.search(text):
-        return How.FAILED
-    return How.ECHO if _AMONG_RANKS.search(text) else How.BROKEN
+        return EndKind.FAILED
+    return EndKind.ECHO if _AMONG_RANKS.search(text) else EndKind.BROKEN
 
 
 def judge(ends: Iterable[RankEnd]) -> RootCause:
     """The cause among the ends of all ranks of one attempt."""
-    bad = sorted((how(end), end.at_ns, end.rank, end) for end in ends if how(end) is not How.DONE)
-    if not bad or bad[0][0] is How.STOPPED:
+    bad = sorted((kind_of(end), end.at_ns, end.rank, end) for end in ends if kind_of(end) is not EndKind.DONE)
+    if not bad or bad[0][0] is EndKind.STOPPED:
         return RootCause(None, tuple(_by_time(bad)))
     return RootCause(bad[0][3], tuple(_by_time(bad[1:])))
 
 
-def _by_time(bad: list[tuple[How, int, int, RankEnd]]) -> list[tuple[RankEnd, How]]:
+def _by_time(bad: list[tuple[EndKind, int, int, RankEnd]]) -> list[tuple[RankEnd, EndKind]]:
     return [(end, kind) for kind, _, _, end in sorted(bad, key=lambda b: (b[1], b[2]))]
 
 
-# What spawn raises: torch's own errors, so that handlers for those fire, with the finding in the text.
+# What spawn raises: subclasses of torch's errors, so that handlers for those fire, with the finding in the text.
 #
-# Here and not in holdfast/errors.py, where the rest of the tree stands, because their other base is torch's.
+# The other errors stand in holdfast/errors.py. These do not, because that module does not import torch.
 
 
 class RankExited(HoldfastError, ProcessExitedException):
-    """A rank was killed, crashed or exited: `error_index` is the rank, `exit_code` negative for a signal."""
+    """A rank was killed, crashed or exited. `error_index` is the rank; `exit_code` is negative for a signal."""
 
     def __init__(
         self,

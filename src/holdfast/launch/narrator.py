@@ -1,4 +1,4 @@
-"""What the user is told of a group: the cause with its finding, what followed from it, and what was printed last."""
+"""What the user reads about ranks: the cause with its finding, what followed from it, and what was printed last."""
 
 import time
 from collections.abc import Sequence
@@ -6,20 +6,21 @@ from dataclasses import replace
 
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, Finding, find
+from holdfast.diagnose.machine import Machine
 from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
 from holdfast.diagnose.rules.crash import CRASH_ADVICE
-from holdfast.launch.cause import How, RankExited, RankRaised, RootCause
+from holdfast.launch.cause import EndKind, RankExited, RankRaised, RootCause
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_life import Rank
 from holdfast.remote_exception import rebuild
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
 
-# What the rules say of data loading's workers, said of ranks.
+# Advice for ranks, where the rules advise on workers of a loader.
 _ADVICE = {
-    "worker-oom-killed": "a smaller batch or model per rank, fewer ranks (nprocs), fewer loader workers in each; "
-    "`holdfast doctor` shows what this machine grants",
+    "worker-oom-killed": "use a smaller batch or model per rank, fewer ranks (nprocs), or fewer loader workers in each "
+    "rank; `holdfast doctor` shows what this machine grants",
     "worker-killed": "look at the scheduler's log, and for whoever runs kill -9 or pkill here; "
     "Policy(restarts=3) starts all ranks again",
     "worker-exited": "look for sys.exit, os._exit or a library that calls exit() in what the function does",
@@ -29,12 +30,13 @@ _MOST_TEXT = 300
 
 
 def case_of(rank: Rank, did: str = "") -> Case:
-    """For the rules: a rank is asked about as a worker is."""
-    said = rank.said
+    """A rank's end as the rules of diagnosis ask for it: they treat a rank like a worker."""
+    last_words = rank.last_words
     code = rank.exit_code
-    if said is not None and said.what in ("raised", "boot"):
-        what = What.BOOT if said.what == "boot" else What.RAISED
-        return Case(what=what, worker=rank.number, pid=rank.pid, worker_memory=rank.growth, raised=said.raised, did=did)
+    if last_words is not None and last_words.what in ("raised", "boot"):
+        what = What.BOOT if last_words.what == "boot" else What.RAISED
+        about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth_bytes}
+        return Case(what=what, raised=last_words.raised, did=did, **about)  # type: ignore[arg-type]
     return Case(
         what=What.EXITED if rank.entered or code <= 0 else What.BOOT,
         worker=rank.number,
@@ -47,24 +49,24 @@ def case_of(rank: Rank, did: str = "") -> Case:
 
 
 def finding_of(case: Case) -> Finding:
-    """Why, in words for ranks."""
+    """Why a rank ended, in words for ranks."""
     raised = case.raised
     if case.what is What.BOOT and raised is None:
         return Finding(
             "rank-cannot-start",
-            "the process ended before it came to the function: most often because importing the main module raised",
+            "the process ended before it reached the function: most often because importing the main module raised",
             (f"exit code {case.code}, before the function was reached",),
-            'its output, below, says why; a script starts its ranks under `if __name__ == "__main__":` only, for each '
-            "rank imports it",
+            "its output, below, says why; each rank imports the script, so the script must start its ranks under "
+            '`if __name__ == "__main__":` only',
             "likely",
         )
     if case.what is What.BOOT and raised is not None:
         return Finding(
             "rank-cannot-start",
             f"the function or its arguments could not be opened in the rank: {raised.type_name}: {_short(raised.text)}",
-            ("it came before the function was called", *raised.facts),
-            "look at what importing its module does, and at what unpickling the arguments does; a module must be "
-            "importable in a new process",
+            ("it was raised before the function was called", *raised.facts),
+            "look at what importing its module does, and at what unpickling the arguments does; a new process must be "
+            "able to import the module",
         )
     finding = find(case, ALL)
     if raised is not None and finding.name in ("sample-raised", "exception-not-picklable"):
@@ -86,13 +88,13 @@ def _of_a_rank(text: str) -> str:
 
 
 def echo_finding(done: Sequence[str]) -> Finding:
-    """All that is known is that somebody lost a peer, and no peer has died."""
+    """A rank lost its connection to a peer, and no peer has died: nothing else is known."""
     return Finding(
         "rank-lost-peer",
         "it lost the connection to another rank, and no rank had died before",
         tuple(done) or ("no rank had ended before it",),
-        "if a rank had ended before: all must make the same number of collective calls (torch's Join helps with uneven "
-        "data). If none had: the network, or a time-out of the process group",
+        "if a rank had ended before: all ranks must make the same number of collective calls (torch's Join helps with "
+        "uneven data). If none had: look at the network, and at the time-out of the process group",
         "likely",
     )
 
@@ -103,7 +105,7 @@ def _short(text: str) -> str:
 
 
 def ending(case: Case) -> str:
-    """torch's own words, which people search for."""
+    """How a rank ended, in torch's own words, which people search for."""
     if case.what is What.BOOT and case.raised is not None:
         return f"could not start: {case.raised.type_name}: {_short(case.raised.text)}"
     if case.raised is not None:
@@ -113,8 +115,27 @@ def ending(case: Case) -> str:
     return f"terminated with exit code {case.code}"
 
 
-class Attempt:
-    """One attempt that failed, told. `number` of `most`, from 1."""
+def too_many(nprocs: int, machine: Machine, method: str, own_bytes: int) -> list[str]:
+    """Why that many ranks may not fit. `own_bytes`: what this process holds; a rank will hold about as much."""
+    found = []
+    if nprocs > machine.cpus:
+        quota = "" if machine.cgroup.cpus is None else f", cgroup quota {machine.cgroup.cpus:g}"
+        found.append(
+            f"{nprocs} ranks share {machine.cpus} processors (affinity {machine.cpus_allowed}{quota}), so each waits "
+            f"for the others; nprocs={machine.cpus} fits"
+        )
+    wanted = nprocs * own_bytes
+    if method != "fork" and wanted > machine.memory_free:
+        found.append(
+            f"{nprocs} ranks may take {wanted >> 20} MiB at their start (this process holds {own_bytes >> 20} MiB), "
+            f"but {machine.memory_free >> 20} MiB are free, so the kernel may kill one; "
+            f"nprocs={max(1, machine.memory_free // max(1, own_bytes))} fits"
+        )
+    return found
+
+
+class FailedAttempt:
+    """One attempt that failed, as an incident and as an error. `number` of `most`, from 1."""
 
     def __init__(self, group: RankGroup, verdict: RootCause, number: int, most: int, did: str) -> None:
         assert verdict.cause is not None
@@ -124,12 +145,12 @@ class Attempt:
         self.rank = next(rank for rank in group.ranks if rank.number == verdict.cause.rank)
         case = case_of(self.rank, "; ".join(filter(None, (self._stopped(), did))))
         self.boot = case.what is What.BOOT
-        echo = group.how(self.rank) is How.ECHO
+        echo = group.kind_of(self.rank) is EndKind.ECHO
         finding = echo_finding(self._done()) if echo else finding_of(case)
         lived = max(0.0, (verdict.cause.at_ns - self.rank.began_ns) / 1e9)
         about = f"rank {self.rank.number} of {len(group.ranks)}, pid {self.rank.pid}, {lived:.1f} s after its start"
         about += f", attempt {number} of {most}" if most > 1 else ""
-        raised = self.rank.said.raised if self.rank.said is not None else None
+        raised = self.rank.last_words.raised if self.rank.last_words is not None else None
         evidence = self.rank.evidence
         stack = raised.traceback.rstrip() if raised is not None else _users_frames(evidence)
         stage = Stage.BOOT if self.boot else Stage.FETCH
@@ -137,20 +158,20 @@ class Attempt:
         self.incident = told(case, finding, f"process {self.rank.number} {ending(case)} ({about})", stack)
 
     def _stopped(self) -> str:
-        stopped = [str(end.rank) for end, kind in self._verdict.others if kind is How.STOPPED]
+        stopped = [str(end.rank) for end, kind in self._verdict.others if kind is EndKind.STOPPED]
         return f"stopped rank {', '.join(stopped)}" if stopped else ""
 
     def _done(self) -> list[str]:
         cause = self._verdict.cause
         assert cause is not None
         return [
-            f"rank {rank.number} had returned {(cause.at_ns - rank.said.at_ns) / 1e9:.3f} s before"
+            f"rank {rank.number} had returned {(cause.at_ns - rank.last_words.at_ns) / 1e9:.3f} s before"
             for rank in self._group.ranks
-            if rank.said is not None and rank.said.what == "done" and rank.said.at_ns < cause.at_ns
+            if rank.last_words is not None and rank.last_words.what == "done" and rank.last_words.at_ns < cause.at_ns
         ]
 
     def _followed(self) -> list[str]:
-        """The ends of the others, which are not the cause."""
+        """How the other ranks ended: those that are not the cause."""
         cause = self._verdict.cause
         assert cause is not None
         lines = []
@@ -158,22 +179,22 @@ class Attempt:
             rank = next(rank for rank in self._group.ranks if rank.number == end.rank)
             later = (end.at_ns - cause.at_ns) / 1e6
             when = f"{later:.1f} ms later" if later >= 0 else f"noticed {-later:.1f} ms before"
-            if kind is How.STOPPED:
+            if kind is EndKind.STOPPED:
                 where = _innermost(rank.stack)
-                lines.append(f"rank {end.rank} was stopped by us, {when}{where}")
-            elif kind is How.ECHO:
+                lines.append(f"rank {end.rank} was stopped by Holdfast, {when}{where}")
+            elif kind is EndKind.ECHO:
                 lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: it lost a peer")
-            elif kind is How.BROKEN:
+            elif kind is EndKind.BROKEN:
                 lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}: perhaps it lost a peer")
             else:
                 lines.append(f"rank {end.rank} {ending(case_of(rank))}, {when}")
         return lines
 
     def error(self, before: Sequence[str]) -> RankExited | RankRaised:
-        """To raise. `before`: the headlines of earlier attempts."""
+        """The error to raise. `before`: the headlines of earlier attempts."""
         rank, incident = self.rank, self.incident
-        said = rank.said
-        raised = said.raised if said is not None and said.what in ("raised", "boot") else None
+        last_words = rank.last_words
+        raised = last_words.raised if last_words is not None and last_words.what in ("raised", "boot") else None
         text = str(replace(incident, stack="") if raised is not None else incident)
         lines = [text, *(f"    then   {line}" for line in self._followed())]
         lines += [f"    before {line}" for line in before]
@@ -192,7 +213,7 @@ class Attempt:
 
 
 def _users_frames(evidence: Evidence | None) -> str:
-    """A dump without the frames below the user's function: they are ours, and the same each time."""
+    """A stack without the frames below the user's function: those are Holdfast's, and the same each time."""
     lines: list[str] = []
     for line in (evidence.stack if evidence is not None else "").splitlines():
         if "/holdfast/launch/rank_main.py" in line:
@@ -203,4 +224,4 @@ def _users_frames(evidence: Evidence | None) -> str:
 
 def _innermost(stack: str) -> str:
     lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
-    return f"; it would not end, and was in {lines[0]}" if lines else ""
+    return f"; it did not end, and was in {lines[0]}" if lines else ""

@@ -1,7 +1,7 @@
 """What ranks print: shown live with the rank in front, kept in files, and the last lines kept for the error.
 
-A thread of its own reads, so that a terminal which does not take more holds up the printing ranks, as it would without
-us, and never the watch over them. Memory is bounded: a few lines per rank.
+A thread of its own reads it. So a terminal that takes no more text holds up the ranks that print, as it would without
+Holdfast, and never the thread that watches them. Memory is bounded: a few lines per rank.
 """
 
 import os
@@ -15,13 +15,13 @@ from typing import IO
 
 from holdfast.diagnose.run_folder import open_to_append
 
-# Lines of a rank that an error shows, and letters of each.
+# How many lines of a rank an error shows, and how many letters of each.
 KEPT_LINES = 20
 KEPT_LETTERS = 400
-# A line that goes on longer than this is shown in pieces.
+# A line of more bytes than this is shown in pieces.
 LONGEST = 16 << 10
 CHUNK = 64 << 10
-# How long the last output may take to be written somewhere.
+# How long the thread may take to write the last output.
 FAREWELL_S = 5.0
 _LINE = re.compile(rb"[^\n\r]*(?:\r\n|\n|\r)")
 
@@ -37,7 +37,7 @@ class _Stream:
 
 
 class Output:
-    """That of all ranks of one attempt. `prefixed`: with "[rank 3] " before each line. `open` comes first."""
+    """What all ranks of one attempt print. `prefixed`: "[rank 3] " stands before each line. Call `open` first."""
 
     def __init__(self, nprocs: int, attempt: int, log_dir: str | os.PathLike[str] | None, prefixed: bool) -> None:
         self._prefixed = prefixed
@@ -48,18 +48,18 @@ class Output:
             self.files = [Path(log_dir) / f"rank-{rank}-attempt-{attempt}.log" for rank in range(nprocs)]
         self._notes: dict[int, str] = {}
         self._streams: dict[int, _Stream] = {}
-        self._bell: list[int] = []  # a pipe: who writes into it ends the thread
+        self._wake_pipe: list[int] = []  # a pipe: a byte in it ends the thread
         self._thread = threading.Thread(target=self._run, name="holdfast-output", daemon=True)
 
     def open(self) -> None:
-        """`close` undoes it, also where it came half-way."""
-        self._bell += os.pipe()
+        """`close` undoes this, also if it failed half-way."""
+        self._wake_pipe += os.pipe()
         for rank, path in enumerate(self.files):
             if path is not None:
                 self._open[rank] = os.fdopen(open_to_append(path), "ab")
 
     def pipes(self, rank: int, theirs: list[int]) -> None:
-        """New pipes for its stdout and stderr. The rank's ends are added to `theirs`: the caller closes them."""
+        """New pipes for the rank's stdout and stderr. The rank's ends are added to `theirs`; the caller closes them."""
         for number in (1, 2):
             theirs += os.pipe()
             os.set_blocking(theirs[-2], False)
@@ -72,29 +72,29 @@ class Output:
         return tuple(self._tails[rank])
 
     def note(self, rank: int, text: str) -> None:
-        """At the end of the rank's file alone: a traceback that the error shows anyway."""
+        """Add this text to the end of the rank's file, and show it nowhere: a traceback, which the error shows."""
         self._notes[rank] = text
 
     @property
     def fds(self) -> list[int]:
-        """The trainer's: a fork of it closes them."""
+        """The trainer's descriptors: a fork of the trainer closes them."""
         files = [file.fileno() for file in self._open if file is not None and not file.closed]
-        return [*self._streams, *self._bell, *files]
+        return [*self._streams, *self._wake_pipe, *files]
 
     def finish(self) -> None:
-        """All ranks have ended: what they printed is read to its end, and everything closed."""
-        if self._thread.ident is not None and self._bell:
-            os.write(self._bell[1], b".")
+        """All ranks have ended: read what they printed to its end, and close everything."""
+        if self._thread.ident is not None and self._wake_pipe:
+            os.write(self._wake_pipe[1], b".")
             self._thread.join(FAREWELL_S)
         if not self._thread.is_alive():
             self.close()
 
     def close(self) -> None:
-        """Nothing more is read."""
+        """Close everything, and read no more."""
         while self._streams:
             os.close(self._streams.popitem()[0])
-        while self._bell:
-            os.close(self._bell.pop())
+        while self._wake_pipe:
+            os.close(self._wake_pipe.pop())
         for rank, file in enumerate(self._open):
             if file is not None and not file.closed:
                 file.write(self._notes.get(rank, "").encode(errors="backslashreplace"))
@@ -104,7 +104,7 @@ class Output:
 
     def _run(self) -> None:
         poll = select.poll()
-        wake = self._bell[0]
+        wake = self._wake_pipe[0]
         poll.register(wake, select.POLLIN)
         for fd in self._streams:
             poll.register(fd, select.POLLIN)
@@ -116,12 +116,12 @@ class Output:
                 elif not self._read(self._streams[fd]):
                     poll.unregister(fd)
         for stream in self._streams.values():
-            while self._read(stream):  # what is in the pipe; children of a rank may hold it open for ever
+            while self._read(stream):  # only what is in the pipe: a rank's children may hold it open for ever
                 pass
             self._take(stream, stream.pending)
 
     def _read(self, stream: _Stream) -> bool:
-        """One piece; False when there is none."""
+        """Read one piece; False when there is none."""
         try:
             data = os.read(stream.fd, CHUNK)
         except BlockingIOError:
@@ -156,5 +156,5 @@ class Output:
         try:
             to.write(text)
             to.flush()
-        except Exception:  # user code: what the trainer has put in its place, or it is closed
-            pass  # files and errors still have it; the ranks would wait for ever for a thread that is gone
+        except Exception:  # user code: the trainer has put another object in its place, or closed it
+            pass  # files and errors still have the text; and if this thread ended, ranks that print would hang

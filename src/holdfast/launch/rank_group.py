@@ -1,10 +1,8 @@
-"""One attempt: ranks started together, watched by one thread, and stopped together when one has failed.
+"""RankGroup: one attempt. Its ranks start together, one thread watches them, and all stop when one has failed.
 
-    running -> (a failure) last call -> SIGTERM -> stack dump, SIGKILL -> ended
-
-The last call is short and ends early when all have ended: it gathers what failed at the same time, so that the cause
-can be told from its echoes. The thread waits on descriptors of the processes themselves and notes the time at which
-each wakes it; what a rank raised comes with the rank's own time.
+When they are stopped is decided in phases.py. The last call gathers what failed at the same time, so that the cause can
+be told from its echoes. The thread waits on descriptors of the processes themselves, and notes when each wakes it. What
+a rank raised comes with the rank's own time.
 """
 
 import logging
@@ -18,11 +16,12 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.launch import rank_process
-from holdfast.launch.cause import How, RootCause, how, judge
+from holdfast.launch.cause import EndKind, RootCause, judge, kind_of
 from holdfast.launch.output import Output
+from holdfast.launch.phases import KILLED_S, GroupPhases, Phase
 from holdfast.launch.rank_life import Rank
-from holdfast.launch.rank_main import ENTERED, PAGE, Card, Ends
-from holdfast.launch.shipped_function import ShippedFunction
+from holdfast.launch.rank_main import ENTERED, PAGE, Descriptors, RankSetup, ShippedFunction
+from holdfast.launch.rank_process import close_all
 from holdfast.shm import forks
 from holdfast.shm.memory import Memory, new_file
 from holdfast.system import linux
@@ -30,132 +29,127 @@ from holdfast.system.cgroups import OomWatch
 from holdfast.system.signals import SenderNote
 
 log = logging.getLogger("holdfast")
-# Connections of a dead rank break within milliseconds; ranks that have heard of it raise within some more.
-LAST_CALL_S = 1.0
-# Between SIGTERM and SIGKILL: a handler that saves a checkpoint has as long as with torch, torchrun and Kubernetes.
-STOP_S = 30.0
-# After SIGKILL a process is gone at once, unless the kernel itself waits (a dead network file system).
-KILLED_S = 5.0
 # How often memory is looked at.
 TICK_S = 0.5
 
 
 class RankGroup:
-    """`open` comes first. `watch` blocks until all ranks have ended; everything else may be called from any thread
-    meanwhile. What has been begun is noted in the same line in which it is begun: an interrupt may come between two.
+    """All ranks of one attempt. Call `open` first. `watch` blocks until all ranks have ended.
+
+    Meanwhile any thread may call everything else. Each start is noted in the line that makes it, because an interrupt
+    may come between two lines.
     """
 
     def __init__(self, output: Output) -> None:
         self.output = output
         self.ranks: list[Rank] = []
         self.grace_s: float | None = None
-        """What `join` was told: how long others may take to end by themselves, and then after SIGTERM."""
-        self._interrupted_at: float | None = None
-        self._bell: list[int] = []  # a pipe: who writes into it wakes the watch
-        self._mine: set[int] = set()  # descriptors of the trainer's; the bell's are others
-        self._theirs: list[int] = []  # those of a rank that is being started
+        """The grace period of `join` or `stop`: seconds to end by themselves, and again after SIGTERM."""
+        self._unwanted = False
+        self._wake_pipe: list[int] = []  # a pipe: a byte in it wakes the watch
+        self._mine: set[int] = set()  # the trainer's descriptors, besides the wake pipe's
+        self._theirs: list[int] = []  # descriptors of the rank that is being started
         self._starting: Any = None  # its process
         self._poll = select.poll()
         self._oom = OomWatch(time.monotonic())
-        self._failed_at: float | None = None
-        self._stopped_at: float | None = None
-        self._killed_at: float | None = None
+        self._phases = GroupPhases()
         self._looked = 0.0
         self._closing = threading.Lock()
 
-    # Birth ---------------------------------------------------------------------------------------------------------
+    # The start -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """`abandon` undoes it, and all that follows."""
-        self._bell += os.pipe()
-        self._poll.register(self._bell[0], select.POLLIN)
+        """`abandon` undoes this, and all that follows."""
+        self._wake_pipe += os.pipe()
+        self._poll.register(self._wake_pipe[0], select.POLLIN)
         forks.watch(self)
 
     def start(
         self,
         method: str,
         daemon: bool,
-        parcel: ShippedFunction,
+        function: ShippedFunction,
         number: int,
         env: Mapping[str, str],
         threads: int | None,
-        growth: int | None,
+        growth_bytes: int | None,
     ) -> None:
-        """One more rank, see `Card`. Raises what starting a process raises."""
+        """Start one more rank, see `RankSetup`. Raises what starting a process raises."""
         theirs = self._theirs
         theirs.append(new_file("crash", 0))
         theirs.append(new_file("page", PAGE))
         words = self._pipe()
-        self._pipe(lifeline=True)  # for each: whom the kernel signals is a property of the pipe's end
+        self._pipe(lifeline=True)  # one for each rank: the pipe's end says which process the kernel signals
         self.output.pipes(number, theirs)
-        crash, page, ranks_words, alive, out, err = theirs
-        ends = Ends(out, err, ranks_words, alive, crash, page)
+        crash, page, ranks_words, lifeline, out, err = theirs
+        descriptors = Descriptors(out, err, ranks_words, lifeline, crash, page)
         began = time.monotonic_ns()
         memory = Memory(page, PAGE)
-        card = Card(number, method, ends, env, threads, growth)
-        process = rank_process.process(method, f"holdfast-rank-{number}", daemon, card, parcel, out, err, env)
+        setup = RankSetup(number, method, descriptors, env, threads, growth_bytes)
+        process = rank_process.process(setup, function, daemon)
         self._starting = process
-        rank_process.start(process, parcel)
+        try:
+            process.start()
+        finally:
+            function.close()  # the rank has its own descriptor now
         os.set_blocking(words, False)
         pidfd = process._popen.pidfd
         watched = process.sentinel if pidfd is None else pidfd
         sender = SenderNote(memory, 0, ENTERED)
-        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, sender, growth))
+        self.ranks.append(Rank(number, process, words, crash, memory, began, watched, sender, growth_bytes))
         self._starting = None
         for fd in (words, watched):
             self._poll.register(fd, select.POLLIN)
         self._mine.add(theirs.pop(0))  # crash
-        _close_all(theirs)
+        close_all(theirs)
 
     def _pipe(self, *, lifeline: bool = False) -> int:
-        """The trainer's end of a new pipe, of which the other is the last of `theirs`; it writes into a lifeline."""
+        """The trainer's end of a new pipe; the rank's end is the last of `theirs`. Of a lifeline the rank reads."""
         self._theirs += os.pipe()[::-1] if lifeline else os.pipe()
         mine = self._theirs[-2]
         self._mine.add(self._theirs.pop(-2))
         return mine
 
     def close_in_child(self) -> None:
-        """The trainer was forked: what is ours stays with the trainer, or a rank would outlive it by the child."""
-        for fd in (*self._mine, *self._bell, *self.output.fds):
+        """In a fork of the trainer: close what is the trainer's. Else a rank would outlive it as long as the child."""
+        for fd in (*self._mine, *self._wake_pipe, *self.output.fds):
             with suppress(OSError):
                 os.close(fd)
         self._mine.clear()
-        self._bell.clear()
-        for rank in self.ranks:  # at its end a child would wait for its own, and terminate daemons
+        self._wake_pipe.clear()
+        for rank in self.ranks:  # at its end the child would wait for them, and terminate daemons
             multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]
 
     # Orders from other threads -------------------------------------------------------------------------------------
 
     def stop(self, grace_s: float) -> None:
-        """End all ranks: nobody has failed, the trainer does not want them any more."""
+        """End all ranks: the trainer does not want them any more."""
         self.grace_s = grace_s
-        self._interrupted_at = self._interrupted_at or time.monotonic()
-        self._nudge()
+        self._unwanted = True
+        self._wake_up()
 
     def allow(self, grace_s: float | None) -> None:
-        """How long `join` lets ranks end by themselves."""
+        """Set the grace period that `join` was given."""
         if grace_s is not None and grace_s != self.grace_s:
             self.grace_s = grace_s
-            self._nudge()
+            self._wake_up()
 
-    def _nudge(self) -> None:
+    def _wake_up(self) -> None:
         with self._closing:
-            if len(self._bell) == 2:
-                os.write(self._bell[1], b".")
+            if len(self._wake_pipe) == 2:
+                os.write(self._wake_pipe[1], b".")
 
     # The watch -----------------------------------------------------------------------------------------------------
 
     def watch(self) -> RootCause:
-        """Until all have ended; the judgement."""
+        """Watch until all have ended; gives the cause."""
         try:
             self.output.start()
-            while any(rank.code is None for rank in self.ranks):
+            while self._advance() is not Phase.OVER:
                 self._step()
-                if not self._go_on():
-                    break
             for rank in self.ranks:
-                if rank.said is not None and rank.said.raised is not None:
-                    self.output.note(rank.number, rank.said.raised.traceback)
+                if rank.last_words is not None and rank.last_words.raised is not None:
+                    self.output.note(rank.number, rank.last_words.raised.traceback)
             self.output.finish()
             return judge(rank.end(self.output.tail(rank.number)) for rank in self.ranks)
         except BaseException:
@@ -169,7 +163,7 @@ class RankGroup:
         for rank in self.ranks:
             if rank.died_ns is not None and rank.code is None:
                 rank.reap(self._oom)
-                self._hear(0.0)  # that took a moment, and others may have died in it: each has its own time
+                self._hear(0.0)  # others may have died meanwhile, and each needs the time of its own death
         now = time.monotonic()
         if now - self._looked >= TICK_S:
             self._looked = now
@@ -179,12 +173,12 @@ class RankGroup:
             self._oom.look(now)
 
     def _hear(self, patience_s: float) -> None:
-        """Deaths and last words, as they come."""
+        """Note deaths and last words as they come, for this long at most."""
         ready = self._poll.poll(patience_s * 1000)
         now_ns = time.monotonic_ns()
         fds = {fd for fd, _ in ready}
-        if self._bell[0] in fds:
-            os.read(self._bell[0], 4096)
+        if self._wake_pipe[0] in fds:
+            os.read(self._wake_pipe[0], 4096)
         for rank in self.ranks:
             if rank.watched in fds and rank.died_ns is None:
                 rank.died_ns = now_ns
@@ -193,50 +187,34 @@ class RankGroup:
                 self._poll.unregister(rank.words)
 
     def _patience(self) -> float:
-        deadline = self._deadline()
+        deadline = self._phases.deadline(self.grace_s)
         return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
 
-    def _deadline(self) -> float | None:
-        if self._killed_at is not None:
-            return self._killed_at + KILLED_S
-        if self._stopped_at is not None:
-            return self._stopped_at + (STOP_S if self.grace_s is None else self.grace_s)
-        if self._interrupted_at is not None:  # a terminal's Ctrl-C has reached the ranks too: they may be ending
-            return self._interrupted_at + min(LAST_CALL_S, self.grace_s or 0.0)
-        if self._failed_at is not None:
-            return self._failed_at + (LAST_CALL_S if self.grace_s is None else self.grace_s)
-        return None
-
-    def _go_on(self) -> bool:
-        """The next stage when its time has come; False when even SIGKILL has not helped."""
-        now = time.monotonic()
-        if self._failed_at is None and any(rank.failed for rank in self.ranks):
-            self._failed_at = now
-        deadline = self._deadline()
-        if deadline is None or now < deadline:
-            return True
-        living = [rank for rank in self.ranks if rank.code is None]
-        if self._killed_at is not None:
-            return False
-        if self._stopped_at is not None:
-            self._killed_at = now
+    def _advance(self) -> Phase:
+        """The present phase. If it begins now, this sends its signals."""
+        now, living = time.monotonic(), [rank for rank in self.ranks if rank.code is None]
+        if not living:
+            self._phases.move(Phase.OVER, now)
+            return Phase.OVER
+        failed = any(rank.failed for rank in self.ranks)
+        begun = self._phases.advance(now, failed=failed, unwanted=self._unwanted, grace_s=self.grace_s)
+        if begun is Phase.STOPPING:
             for rank in living:
-                log.warning("process %d minds no SIGTERM: SIGKILL (rank %d)", rank.pid, rank.number)
-                rank.dump()
-                rank.kill()
-        else:
-            self._stopped_at = now
-            for rank in living:
-                if rank.said is None or rank.said.what != "done":  # who has returned is on its way out
+                if rank.last_words is None or rank.last_words.what != "done":  # else it has returned, and is ending
                     log.warning("Terminating process %d via signal SIGTERM (rank %d)", rank.pid, rank.number)
                     rank.terminate()
-        return True
+        elif begun is Phase.KILLING:
+            for rank in living:
+                log.warning("Process %d ignored SIGTERM; sending SIGKILL (rank %d)", rank.pid, rank.number)
+                rank.dump()
+                rank.kill()
+        return self._phases.phase
 
     # The end -------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Not all could be started, or they cannot be watched: those that were are killed. May be called again."""
-        if not self._bell:
+        """Kill all that were started: the others could not start, or watching failed. May be called again."""
+        if not self._wake_pipe:
             return
         try:
             processes = {self._starting, *(rank.process for rank in self.ranks)}
@@ -253,17 +231,12 @@ class RankGroup:
             self.output.finish()
 
     def close(self) -> None:
-        """Whoever is still there is killed by the kernel now: the pipe that says we live is closed."""
+        """Close all descriptors. The kernel kills ranks that still live, because this closes their lifelines."""
         forks.forget(self)
-        _close_all(self._mine)
-        _close_all(self._theirs)
+        close_all(self._mine)
+        close_all(self._theirs)
         with self._closing:
-            _close_all(self._bell)
+            close_all(self._wake_pipe)
 
-    def how(self, rank: Rank) -> How:
-        return how(rank.end(self.output.tail(rank.number)))
-
-
-def _close_all(fds: list[int] | set[int]) -> None:
-    while fds:
-        os.close(fds.pop())
+    def kind_of(self, rank: Rank) -> EndKind:
+        return kind_of(rank.end(self.output.tail(rank.number)))

@@ -1,32 +1,30 @@
-"""What the trainer holds of one rank: its process, its last words, and the evidence of its end."""
+"""Rank: what the trainer holds of one rank: its process, its last words, and the evidence of its end."""
 
 import os
 import pickle
 import signal
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.launch.cause import RankEnd
-from holdfast.launch.rank_main import ENTERED, HEAD, Said
+from holdfast.launch.rank_main import ENTERED, HEAD, LastWords
 from holdfast.shm.memory import Memory
-from holdfast.system import linux, procfs
-from holdfast.system.cgroups import OomWatch, group_of
-from holdfast.system.evidence import Evidence, shm_free, worlds
+from holdfast.system import linux
+from holdfast.system.cgroups import OomWatch
+from holdfast.system.evidence import Evidence, at_death
 from holdfast.system.signals import SenderNote
 
-# Readings of its memory that are kept.
+# How many readings of its memory are kept.
 SERIES = 8
-# The fork server tells the status a moment after the death.
+# The fork server sends the exit status a moment after the death.
 STATUS_S = 0.05
-STACK_BYTES = 32 << 10
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank's process, and the trainer's ends."""
+    """One rank. `words`, `crash`: the trainer's descriptors of the pipe of its last words, and of its crash file."""
 
     number: int
     process: Any
@@ -35,11 +33,11 @@ class Rank:
     memory: Memory
     began_ns: int
     watched: int
-    """What wakes us at its end: a pidfd, or multiprocessing's sentinel where there is none."""
-    note: SenderNote
-    growth: int | None
-    heard: bytearray = field(default_factory=bytearray)
-    said: Said | None = None
+    """The descriptor that is readable at its end: a pidfd, or multiprocessing's sentinel on kernels without one."""
+    sender_note: SenderNote
+    growth_bytes: int | None
+    _heard: bytearray = field(default_factory=bytearray)
+    last_words: LastWords | None = None
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=SERIES))
     stopped_ns: int | None = None
     stack: str = ""
@@ -53,35 +51,35 @@ class Rank:
 
     @property
     def entered(self) -> bool:
-        """False while it imports the main module, and what it needs."""
+        """False while the rank imports the main module and what that needs."""
         return bool(self.memory.view[ENTERED])
 
     @property
     def failed(self) -> bool:
-        """It has told us so, or its process has ended so."""
-        told = self.said is not None and self.said.what != "done"
+        """It has said so, or its process has ended so."""
+        told = self.last_words is not None and self.last_words.what != "done"
         return told or (self.code is not None and self.code != 0)
 
     @property
     def exit_code(self) -> int:
-        """As it would have been had we not stopped it on its way out."""
+        """The exit code; if Holdfast stopped the rank on its way out, the code that it would have had."""
         stopped = self.code is None or (self.code < 0 and self.stopped_ns is not None)
-        if self.said is not None and stopped:
-            return self.said.code
+        if self.last_words is not None and stopped:
+            return self.last_words.code
         return -signal.SIGKILL if self.code is None else self.code
 
     def end(self, output: tuple[str, ...]) -> RankEnd:
-        """For the judge."""
-        said = self.said
+        """How it ended, for `judge`. `output`: the last lines that it printed."""
+        last_words = self.last_words
         text = ""
-        if said is not None and said.raised is not None and said.what != "exit":
-            text = f"{said.raised.type_name}: {said.raised.text}"
-        at = said.at_ns if said is not None and said.what != "done" else self.died_ns
+        if last_words is not None and last_words.raised is not None and last_words.what != "exit":
+            text = f"{last_words.raised.type_name}: {last_words.raised.text}"
+        at = last_words.at_ns if last_words is not None and last_words.what != "done" else self.died_ns
         at = time.monotonic_ns() if at is None else at
         return RankEnd(self.number, at, self.exit_code, text, "\n".join(output), self.stopped_ns)
 
     def listen(self) -> bool:
-        """What the rank says; False when there is nobody to say more."""
+        """Read the rank's last words; False at the end of the pipe."""
         while True:
             try:
                 data = os.read(self.words, 1 << 16)
@@ -89,47 +87,37 @@ class Rank:
                 return True
             if not data:
                 return False
-            self.heard += data
-            size = HEAD.unpack_from(self.heard)[0] if len(self.heard) >= HEAD.size else -1
-            if self.said is None and size >= 0 and len(self.heard) >= HEAD.size + size:
-                self.said = pickle.loads(self.heard[HEAD.size : HEAD.size + size])
+            self._heard += data
+            size = HEAD.unpack_from(self._heard)[0] if len(self._heard) >= HEAD.size else -1
+            if self.last_words is None and size >= 0 and len(self._heard) >= HEAD.size + size:
+                self.last_words = pickle.loads(self._heard[HEAD.size : HEAD.size + size])
 
     def reap(self, oom: OomWatch) -> None:
-        """It has died: its status, and the evidence. Again later if the status is not there yet."""
+        """It has died: take its exit status and the evidence. Call it again if the status is not there yet."""
         self.listen()
         popen = self.process._popen
         code = popen.wait(STATUS_S)
         if code is None:
             return
-        self.process.join(0)  # multiprocessing need not remember it
-        if popen.status_lost and self.said is not None:
-            code = self.said.code
+        self.process.join(0)  # multiprocessing forgets it
+        if popen.status_lost and self.last_words is not None:
+            code = self.last_words.code
         now = time.monotonic()
         killed = code == -signal.SIGKILL and self.stopped_ns is None
-        self.evidence = Evidence(
+        seen = Evidence(
             pid=self.pid,
             lived_s=now - self.began_ns / 1e9,
-            stack=self.stack or self._crash_text(),
+            stack=self.stack or linux.written_stack(self.crash),
             peak_bytes=popen.peak_bytes,
             memory=tuple((now - at, size) for at, size in self.readings),
-            oom=oom.claim(now) if killed else None,
-            counters=oom.readable,
-            kernel_log=procfs.kernel_says(self.pid, self.began_ns / 1e9) if killed else "",
-            group=group_of(),
-            shm_free=shm_free(),
-            pressure=procfs.memory_pressure(),
-            sender=self.note.last(-code) if code < 0 else None,
-            worlds=worlds(),
+            sender=self.sender_note.last(-code) if code < 0 else None,
         )
+        self.evidence = at_death(seen, oom, now, killed=killed)
         self.code = code
 
     def dump(self) -> None:
-        """Where it hangs, before it is killed."""
-        if linux.process_state(self.pid) in ("T", "t", "Z", ""):
-            return
-        with suppress(ProcessLookupError):
-            linux.ask_for_stack(self.pid, self.crash)
-        self.stack = self._crash_text()
+        """Take its stack, which shows where it hangs, before it is killed."""
+        self.stack = linux.take_stack(self.pid, self.crash)
 
     def terminate(self) -> None:
         self._stop(self.process.terminate)
@@ -141,6 +129,3 @@ class Rank:
         if self.stopped_ns is None:
             self.stopped_ns = time.monotonic_ns()
         send()
-
-    def _crash_text(self) -> str:
-        return os.pread(self.crash, STACK_BYTES, 0).decode(errors="replace").rstrip()

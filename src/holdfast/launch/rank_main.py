@@ -1,8 +1,8 @@
-"""The rank's side: what is set up before the user's function runs, and the rank's last words.
+"""The rank's side: what travels to it, what it sets up before the user's function, and its last words.
 
-No rank outlives the trainer. PDEATHSIG would fire on the death of the parent *thread*, and a thread of our own would
-not run while native code holds the GIL. So each rank holds the reading end of a pipe whose writing end only the trainer
-has, and has asked the kernel to send SIGKILL when that end is closed, by whatever end of the trainer.
+No rank outlives the trainer. PDEATHSIG would fire on the death of the parent *thread*, and a thread of ours would not
+run while native code holds the GIL. So each rank holds the reading end of a pipe, its lifeline. Only the trainer has
+the writing end. The rank asks the kernel for SIGKILL when that end closes, however the trainer ends.
 """
 
 import atexit
@@ -16,32 +16,35 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Literal, NamedTuple
 
-from holdfast.launch.shipped_function import ShippedFunction
+import cloudpickle
+
+from holdfast.errors import CannotSend
 from holdfast.local.trainer.keeper_birth import Surroundings
-from holdfast.remote_exception import Raised, capture
-from holdfast.shm.memory import Memory
+from holdfast.remote_exception import Raised, capture, text_of
+from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.pack import main_is_importable
 from holdfast.system import linux
-from holdfast.system.linux import limit_growth
 from holdfast.system.signals import SenderNote
 
-# A page in which the sender of a signal is noted, and in its last byte that the rank has come as far as our own code.
+# A page in which the rank notes who sent it a signal. Its last byte is 1 once the rank has reached our code.
 PAGE = 4096
 ENTERED = PAGE - 1
-# Signals whose sender is worth knowing; they do what they always do.
-TOLD_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# An exception that carries more than this travels as text.
+# Signals whose sender the rank notes. They do what they always do.
+SIGNALS_WITH_SENDER = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# An exception of more bytes than this travels as text.
 MOST_BYTES = 4 << 20
 HEAD = struct.Struct("<Q")
 
 
-class Said(NamedTuple):
-    """A rank's last words. "exit": by sys.exit; "boot": the function did not even arrive."""
+class LastWords(NamedTuple):
+    """What a rank says at its end. "exit": sys.exit was called. "boot": the function could not be opened."""
 
     what: Literal["done", "raised", "exit", "boot"]
     at_ns: int
@@ -50,149 +53,226 @@ class Said(NamedTuple):
     raised: Raised | None = None
 
 
-class Ends(NamedTuple):
-    """Descriptors of a rank's own."""
+class Descriptors(NamedTuple):
+    """The rank's own descriptors. `words`: the pipe of its last words."""
 
     out: int
     err: int
     words: int
-    alive: int
+    lifeline: int
     crash: int
     page: int
 
 
-class Card:
-    """All that a rank is told at its start, but for the function."""
+class RankSetup:
+    """What a rank gets at its start, besides the function."""
 
     def __init__(
         self,
         rank: int,
         method: str,
-        ends: Ends,
+        descriptors: Descriptors,
         environment: Mapping[str, str],
         threads: int | None,
-        growth: int | None,
+        growth_bytes: int | None,
     ) -> None:
-        """`threads`: None when the user has said how many. `growth`: bytes that it may allocate, if that is limited."""
-        self._rank = rank
-        self._method = method
-        self._ends = ends
-        self._environment = dict(environment)
+        """`threads`: None if the user has set their number. `growth_bytes`: what it may allocate; None: no limit."""
+        self.rank = rank
+        self.method = method
+        self.descriptors = descriptors
+        self.environment = dict(environment)
         self._threads = threads
-        self._growth = growth
+        self._growth_bytes = growth_bytes
         self._surroundings: Surroundings | None = None
 
     def __getstate__(self) -> Any:
-        assert get_spawning_popen() is not None, "a card travels with a new process only"
-        ends = [DupFd(fd) for fd in self._ends]
-        surroundings = Surroundings() if self._method == "forkserver" else None  # the server may be older than they
-        return self._rank, self._method, ends, self._environment, self._threads, self._growth, surroundings
+        assert get_spawning_popen() is not None, "it travels with a new process only"
+        fds = [DupFd(fd) for fd in self.descriptors]
+        surroundings = Surroundings() if self.method == "forkserver" else None  # the server may be older than they
+        return self.rank, self.method, fds, self.environment, self._threads, self._growth_bytes, surroundings
 
     def __setstate__(self, state: Any) -> None:
-        self._rank, self._method, ends, self._environment, self._threads, self._growth, self._surroundings = state
-        self._ends = Ends(*(fd.detach() for fd in ends))
+        self.rank, self.method, fds, self.environment, self._threads, self._growth_bytes, self._surroundings = state
+        self.descriptors = Descriptors(*(fd.detach() for fd in fds))
 
     def enter(self) -> int:
-        """The rank, ready for the user's function."""
+        """Make this process ready for the user's function; gives the rank's number."""
         self._pid = os.getpid()
-        for fd in self._ends:
+        for fd in self.descriptors:
             os.set_inheritable(fd, False)
-        die_with(self._ends.alive)
+        die_with_trainer(self.descriptors.lifeline)
         self._take_output()
         if self._surroundings is not None:
             self._surroundings.enter()
         os.environ.clear()
-        os.environ.update(self._environment)
-        if self._threads is not None and self._method != "spawn" and "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(self._threads)  # it has read OMP_NUM_THREADS long ago
+        os.environ.update(self.environment)
+        if self._threads is not None and self.method != "spawn" and "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(self._threads)  # torch read OMP_NUM_THREADS when it was imported
         self._note_trouble()
-        return self._rank
+        return self.rank
 
     def _take_output(self) -> None:
-        for number, fd in ((1, self._ends.out), (2, self._ends.err)):
+        for number, fd in ((1, self.descriptors.out), (2, self.descriptors.err)):
             os.dup2(fd, number)
             os.close(fd)
-        # A fork has the trainer's, which may be a notebook's, or a test's; a fresh interpreter perhaps none.
-        if self._method == "fork" or None in (sys.stdout, sys.stderr):
+        # A fork has the trainer's streams, which may be a notebook's or a test's. A fresh interpreter may have none.
+        if self.method == "fork" or None in (sys.stdout, sys.stderr):
             sys.stdout = sys.__stdout__ = _stream(1)  # type: ignore[misc]
             sys.stderr = sys.__stderr__ = _stream(2)  # type: ignore[misc]
         else:
             for stream in (sys.stdout, sys.stderr):
-                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed is not lost
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a kill loses nothing that was printed
 
     def _note_trouble(self) -> None:
-        """A crash leaves its stack, a signal its sender; for this process alone, not for those it forks."""
+        """From now on a crash leaves its stack and a signal its sender: in this process, not in those that it forks."""
         before = faulthandler.is_enabled()
-        faulthandler.enable(file=self._ends.crash, all_threads=True)
-        faulthandler.register(linux.DUMP_SIGNAL, file=self._ends.crash, all_threads=True)
-        memory = Memory(self._ends.page, PAGE)
+        faulthandler.enable(file=self.descriptors.crash, all_threads=True)
+        faulthandler.register(linux.DUMP_SIGNAL, file=self.descriptors.crash, all_threads=True)
+        memory = Memory(self.descriptors.page, PAGE)
         memory.view[ENTERED] = 1
-        tell_senders(memory)
+        note_senders(memory)
         os.register_at_fork(after_in_child=faulthandler.enable if before else faulthandler.disable)
 
     def limit(self) -> None:
-        """Just before the function is called: imports and arguments do not count."""
-        if self._growth is not None:
-            limit_growth(self._growth)
+        """Limit its memory. This comes just before the function is called: imports and arguments do not count."""
+        if self._growth_bytes is not None:
+            linux.limit_growth(self._growth_bytes)
 
-    def say(self, said: Said) -> None:
-        """Last words: the trainer hears them now, however long the process takes to end."""
+    def say(self, last_words: LastWords) -> None:
+        """Send the last words. The trainer has them now, however long the process takes to end."""
         if os.getpid() != self._pid:
-            return  # a process that the function forked, and that comes back from it, does not speak for the rank
-        body = pickle.dumps(said)
-        if len(body) > MOST_BYTES and said.raised is not None:
-            body = pickle.dumps(said._replace(raised=replace(said.raised, pickled=None, parts=None)))
+            return  # the function forked this process, and it came back from the function: it is not the rank
+        body = pickle.dumps(last_words)
+        raised = last_words.raised
+        if len(body) > MOST_BYTES and raised is not None:
+            body = pickle.dumps(last_words._replace(raised=replace(raised, pickled=None, parts=None)))
         body = HEAD.pack(len(body)) + body
         while body:
-            body = body[os.write(self._ends.words, body) :]
+            body = body[os.write(self.descriptors.words, body) :]
 
 
 def _stream(number: int) -> Any:
     return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def tell_senders(memory: Memory) -> None:
-    """From now on who sends a signal is noted there. It stays mapped to the very end: a signal may come as late."""
-    SenderNote(memory, 0, ENTERED).install(TOLD_SIGNALS)
+def note_senders(memory: Memory) -> None:
+    """From now on this process notes there who sends it a signal. The memory stays mapped until the process ends."""
+    SenderNote(memory, 0, ENTERED).install(SIGNALS_WITH_SENDER)
     atexit.register(id, memory)
 
 
-def die_with(alive: int) -> None:
-    """SIGKILL for this process, from the kernel, when the other end of the pipe `alive` is closed."""
+def die_with_trainer(lifeline: int) -> None:
+    """The kernel sends this process SIGKILL when the other end of the pipe `lifeline` is closed."""
     try:
-        fcntl.fcntl(alive, fcntl.F_SETSIG, int(signal.SIGKILL))
-        fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
-    except OSError:  # a kernel that is not quite Linux
-        threading.Thread(target=_die_at_end_of, args=(alive,), name="holdfast-alive", daemon=True).start()
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, int(signal.SIGKILL))
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:  # a system that imitates Linux does not know this
+        threading.Thread(target=_die_at_end_of, args=(lifeline,), name="holdfast-lifeline", daemon=True).start()
     poll = select.poll()
-    poll.register(alive, select.POLLIN)
-    if poll.poll(0):  # it has happened already
+    poll.register(lifeline, select.POLLIN)
+    if poll.poll(0):  # the trainer has ended already
         os._exit(1)
 
 
-def _die_at_end_of(alive: int) -> None:
-    os.read(alive, 1)
+def _die_at_end_of(lifeline: int) -> None:
+    os.read(lifeline, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live(card: Card, parcel: ShippedFunction) -> None:
-    """A rank's whole life; what ends it is told before it ends."""
-    rank = card.enter()
+# The function and its arguments on their way into a new process.
+#
+# Pickle names a function by its module. That cannot work where the new process has no such module (`__main__` of a
+# notebook, of `python -`, of a prompt), nor for lambdas and closures. Those travel by value, with cloudpickle. In both
+# cases multiprocessing's own pickling keeps shared what is shared already: queues, locks, shared tensors.
+
+
+class ShippedFunction:
+    """The function and its arguments, for one rank. A forked rank has them as they are; for others multiprocessing
+    pickles them while it starts the process.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._content: tuple[Callable[..., Any], tuple[Any, ...]] | None = (fn, args)
+        self._fd = -1
+
+    def __getstate__(self) -> Any:
+        """Which process: the trainer, while multiprocessing starts a rank: its own objects pickle only then."""
+        assert get_spawning_popen() is not None, "it travels with a new process only"
+        self._fd = new_file("function", 0)  # not a pipe: the trainer need not wait until the rank has read it
+        try:
+            self._write()
+        except BaseException:
+            self.close()
+            raise
+        return DupFd(self._fd)
+
+    def __setstate__(self, fd: Any) -> None:
+        self._content, self._fd = None, fd.detach()
+
+    def close(self) -> None:
+        """Which process: the trainer, once the rank has its own descriptor."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Which process: the rank. Raises what unpickling raises."""
+        if self._content is None:
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            with os.fdopen(self._fd, "rb") as file:
+                self._content = pickle.load(file)
+        return self._content
+
+    def _write(self) -> None:
+        if main_is_importable():
+            try:
+                self._dump(ForkingPickler)
+                return
+            except (pickle.PicklingError, AttributeError, TypeError):
+                os.ftruncate(self._fd, 0)  # cloudpickle may succeed
+        try:
+            self._dump(_by_value)
+        except Exception as error:
+            raise CannotSend(
+                f"the function or its arguments cannot be sent to a rank: {type(error).__name__}: {text_of(error)}\n"
+                "    seen   pickle and cloudpickle refused them\n"
+                '    try    make in the rank what cannot be sent (files, locks, connections); start_method="fork" '
+                "sends nothing"
+            ) from error
+
+    def _dump(self, pickler: Callable[..., Any]) -> None:
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        with os.fdopen(self._fd, "wb", closefd=False) as file:
+            pickler(file).dump(self._content)
+
+
+def _by_value(file: Any) -> Any:
+    shared: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    pickler = cloudpickle.Pickler.__new__(cloudpickle.Pickler)
+    # Before __init__, which reads it once: the class has a table of its own.
+    pickler.dispatch_table = ChainMap(shared, cloudpickle.Pickler.dispatch_table)
+    pickler.__init__(file)
+    return pickler
+
+
+def run_rank(setup: RankSetup, function: ShippedFunction) -> None:
+    """A rank's whole life. It tells the trainer why it ends before it ends."""
+    rank = setup.enter()
     try:
-        fn, args = parcel.open()
+        fn, args = function.open()
     except BaseException as error:  # user code: importing, unpickling
-        card.say(Said("boot", time.monotonic_ns(), 1, capture(error)))
+        setup.say(LastWords("boot", time.monotonic_ns(), 1, capture(error)))
         raise SystemExit(1) from None
-    card.limit()
+    setup.limit()
     try:
         fn(rank, *args)
     except SystemExit as error:
         if error.code not in (None, 0):
             code = error.code & 0xFF if isinstance(error.code, int) else 1
-            card.say(Said("exit", time.monotonic_ns(), code, capture(error)))
+            setup.say(LastWords("exit", time.monotonic_ns(), code, capture(error)))
         raise
     except BaseException as error:  # user code
-        card.say(Said("raised", time.monotonic_ns(), 1, capture(error)))
+        setup.say(LastWords("raised", time.monotonic_ns(), 1, capture(error)))
         raise SystemExit(1) from None
-    card.say(Said("done", time.monotonic_ns()))
+    setup.say(LastWords("done", time.monotonic_ns()))

@@ -1,9 +1,9 @@
 """How a rank's process starts, by each start method, and how it is reaped.
 
-The processes are multiprocessing's own, so that `active_children`, `daemon`, `join` and its farewell at exit hold.
-What is ours: a spawned rank has its output and its environment from the first moment on, not from the end of its
-imports; no start method tries to import a `__main__` that has no file; and whoever reaps, from whichever thread, the
-exit status and the peak of its memory are kept.
+The processes are multiprocessing's own, so that `active_children`, `daemon` and `join` work, and multiprocessing waits
+for them at exit. Three things are ours. A spawned rank has its output and its environment from its first moment, not
+only after its imports. No start method tries to import a `__main__` that has no file. The exit status and the peak of
+the memory are kept, whichever thread reaps.
 """
 
 import io
@@ -13,29 +13,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess, set_spawning_popen
 from multiprocessing.popen_forkserver import _DupFd as ServerDupFd
 from multiprocessing.popen_spawn_posix import _DupFd as SpawnDupFd
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
-from holdfast.launch.rank_main import Card, live
-from holdfast.launch.shipped_function import ShippedFunction, main_has_a_file
+from holdfast.launch.phases import KILLED_S
+from holdfast.launch.rank_main import RankSetup, ShippedFunction, run_rank
+from holdfast.local.trainer.keeper_birth import preload
+from holdfast.shm.pack import main_is_importable
 from holdfast.system import linux
+from holdfast.system.signals import LoggingFree, raised_by_handler
 
-# How often is looked where nothing wakes us.
+# The pause between two looks where no descriptor wakes the thread.
 LOOK_S = 0.005
-# After SIGKILL a process is gone at once.
-KILLED_S = 5.0
-# Descriptors that multiprocessing opens to fork; or to ask its fork server, which it may have to start.
+# How many descriptors multiprocessing opens to fork, and to ask its fork server, which it may have to start.
 FORKING, ASKING = 4, 7
 
 
 class _Reaped(popen_fork.Popen):
-    """A child of ours. `peak_bytes` is known once it is reaped. Nothing is left of one whose start fails half-way."""
+    """A child process. `peak_bytes` is known once it is reaped. A start that fails half-way leaves nothing behind."""
 
     pid: int = 0
     returncode: int | None
@@ -48,9 +49,9 @@ class _Reaped(popen_fork.Popen):
 
     def __init__(self, process: BaseProcess) -> None:
         self._lock = threading.Lock()  # several threads may ask at once
-        self._owner = os.getpid()  # not a fork of it
+        self._owner = os.getpid()  # a fork of this process is not its parent
         self._fds: list[int] = []
-        self._closing = util.Finalize(self, _close_all, (self._fds,))
+        self._closing = util.Finalize(self, close_all, (self._fds,))
         try:
             super().__init__(process)
             self.pidfd = linux.open_pidfd(self.pid)
@@ -60,16 +61,35 @@ class _Reaped(popen_fork.Popen):
             raise
 
     def _launch(self, process: BaseProcess) -> None:
+        """As multiprocessing does, which leaves its pipes open where the system refuses a new process."""
         linux.need_descriptors(FORKING)
-        with _interrupts_kept():
-            super()._launch(process)  # type: ignore[misc]
+        self.finalizer = self._closing
+        self._fds += os.pipe()
+        self._fds += os.pipe()
+        self.sentinel, childs_end, childs_sentinel, end = self._fds
+        with _interrupts_kept(), LoggingFree():
+            self.pid = os.fork()
+            if self.pid == 0:
+                self._live(process, childs_sentinel, end)
+        for _ in (childs_end, childs_sentinel):
+            os.close(self._fds.pop(1))
+
+    def _live(self, process: Any, sentinel: int, end: int) -> NoReturn:
+        """In the child."""
+        code = 1
+        try:
+            os.close(self.sentinel)
+            os.close(end)
+            code = process._bootstrap(parent_sentinel=sentinel)
+        finally:
+            os._exit(code)
 
     def _keep_pidfd(self) -> None:
         if self.pidfd is not None and self.pidfd not in self._fds:
             self._fds.append(self.pidfd)
 
     def _undo(self) -> None:
-        """Nobody will know of this process. One that has not got its text yet ends when its pipe is closed."""
+        """End this process. One that has not read its pickled text yet ends when its pipe is closed."""
         self._keep_pidfd()
         try:
             if self.pid:
@@ -98,9 +118,9 @@ class _Reaped(popen_fork.Popen):
         return self.returncode
 
     def _wait_for_end(self, most_s: float | None) -> None:
-        """By its descriptor: a pipe may be held open by its own children."""
+        """Wait on its pidfd, not on a pipe: its own children may hold a pipe open."""
         if self.pidfd is None or self._ended:
-            # A process without descriptor, or one that has ended and whose status the fork server has yet to tell.
+            # There is no pidfd, or the process has ended and the fork server has not sent its status yet.
             time.sleep(LOOK_S if most_s is None else min(LOOK_S, most_s))
             return
         poll = select.poll()
@@ -111,7 +131,7 @@ class _Reaped(popen_fork.Popen):
         try:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         except ChildProcessError:
-            self.returncode, self.status_lost = 255, True  # somebody waited for all children, or ignores SIGCHLD
+            self.returncode, self.status_lost = 255, True  # other code waited for all children, or ignores SIGCHLD
             return
         if pid == self.pid:
             self.peak_bytes = usage.ru_maxrss * 1024
@@ -119,9 +139,9 @@ class _Reaped(popen_fork.Popen):
 
 
 def _described(process: BaseProcess, popen: Any) -> memoryview:
-    """The process as multiprocessing's new interpreters read it."""
+    """The pickled process, as a new interpreter of multiprocessing reads it."""
     prepared = spawn.get_preparation_data(process.name)
-    if not main_has_a_file():
+    if not main_is_importable():
         prepared.pop("init_main_from_path", None)  # "<stdin>" cannot be imported
     file = io.BytesIO()
     set_spawning_popen(popen)
@@ -135,15 +155,17 @@ def _described(process: BaseProcess, popen: Any) -> memoryview:
 
 @contextmanager
 def _interrupts_kept() -> Iterator[None]:
-    """Python prints and forgets what is raised in its hooks at a fork, and a Ctrl-C may be raised there, as anywhere.
-    It is raised after the fork.
+    """A Ctrl-C that is raised in one of Python's hooks at a fork is raised again after the fork.
+
+    Python would print and forget it.
     """
     lost: list[BaseException] = []
     owner, before = os.getpid(), sys.unraisablehook
 
     def keep(unraisable: Any) -> None:
         error = unraisable.exc_value
-        if os.getpid() == owner and error is not None and not isinstance(error, Exception):
+        meant = error is not None and (not isinstance(error, Exception) or raised_by_handler(error))
+        if os.getpid() == owner and meant:
             lost.append(error)
         else:
             before(unraisable)
@@ -157,13 +179,14 @@ def _interrupts_kept() -> Iterator[None]:
         raise lost[0]
 
 
-def _close_all(fds: list[int]) -> None:
+def close_all(fds: list[int] | set[int]) -> None:
+    """Each leaves the list before it is closed, so that none is closed twice."""
     while fds:
         os.close(fds.pop())
 
 
-def _tell(fd: int, text: memoryview) -> None:
-    """All of it. A process that dies before it has read is noticed as every death is."""
+def _write_all(fd: int, text: memoryview) -> None:
+    """Write all of it. If the process dies before it has read, the watch notices that as it does every death."""
     try:
         while text:
             text = text[os.write(fd, text) :]
@@ -171,15 +194,19 @@ def _tell(fd: int, text: memoryview) -> None:
         pass
 
 
-class _Spawned(_Reaped):
+class _Described(_Reaped):
+    """A process that is not a fork of this one: it gets its text pickled, and its descriptors passed."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._passed: list[int] = []
+        super().__init__(process)
+
+
+class _Spawned(_Described):
     """A fresh interpreter."""
 
     method = "spawn"
     DupFd = SpawnDupFd
-
-    def __init__(self, process: "Spawned") -> None:
-        self._passed: list[int] = []
-        super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
         self._passed.append(fd)
@@ -194,19 +221,19 @@ class _Spawned(_Reaped):
         self._fds += os.pipe()
         self.sentinel, childs_end, childs_text, words = self._fds
         command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=childs_text)
-        # Kept, and told the status: subprocess would reap a child whose object is gone.
+        # Kept, and given the status: subprocess would reap the child once this object is gone.
         self._child: Any = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=process.out,
-            stderr=process.err,
-            env=process.environment,
+            stdout=process.setup.descriptors.out,
+            stderr=process.setup.descriptors.err,
+            env=process.setup.environment,
             pass_fds=[*self._passed, tracker, childs_text, childs_end],
         )
         self.pid = self._child.pid
         for _ in (childs_end, childs_text):
             os.close(self._fds.pop(1))
-        _tell(words, text)
+        _write_all(words, text)
 
     def _undo(self) -> None:
         if "_child" in self.__dict__:
@@ -218,15 +245,11 @@ class _Spawned(_Reaped):
         self._child.returncode = self.returncode
 
 
-class _Served(_Reaped):
+class _Served(_Described):
     """A fork of Python's fork server, which is its parent and reaps it."""
 
     method = "forkserver"
     DupFd = ServerDupFd
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._passed: list[int] = []
-        super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
         self._passed.append(fd)
@@ -238,12 +261,12 @@ class _Served(_Reaped):
         linux.need_descriptors(ASKING)  # the server ends when it is asked by halves
         self._fds += forkserver.connect_to_new_process(self._passed)
         self.sentinel, words = self._fds
-        _tell(words, text)
+        _write_all(words, text)
         self.pid = forkserver.read_signed(self.sentinel)
 
     def _reap(self) -> None:
         if os.getpid() != self._owner:
-            self.returncode, self.status_lost = 255, True  # the word of its end is for the one who started it
+            self.returncode, self.status_lost = 255, True  # the server sends the status to the process that started it
             return
         poll = select.poll()
         poll.register(self.sentinel, select.POLLIN)
@@ -251,7 +274,7 @@ class _Served(_Reaped):
             try:
                 self.returncode = forkserver.read_signed(self.sentinel)
             except (OSError, EOFError):
-                self.returncode = 255  # the server itself has gone; its children are nobody's
+                self.returncode = 255  # the server has ended, and with it the way to its children's status
 
 
 class Forked(ForkProcess):
@@ -263,18 +286,16 @@ class Forked(ForkProcess):
 
 
 class Spawned(SpawnProcess):
-    """`out`, `err` and `environment` are for the trainer's side alone: the process has them when it begins."""
+    """A fresh interpreter. The trainer's side needs `setup` to start it."""
 
-    out: int
-    err: int
-    environment: Mapping[str, str]
+    setup: RankSetup
 
     @staticmethod
     def _Popen(process: BaseProcess) -> Any:
-        return _Spawned(process)  # type: ignore[arg-type]
+        return _Spawned(process)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("out", "err", "environment")}
+        return {k: v for k, v in self.__dict__.items() if k != "setup"}  # the rank has it among its arguments
 
 
 class Served(ForkServerProcess):
@@ -288,35 +309,12 @@ class Served(ForkServerProcess):
 KINDS: dict[str, type[Any]] = {"fork": Forked, "spawn": Spawned, "forkserver": Served}
 
 
-def process(
-    method: str,
-    name: str,
-    daemon: bool,
-    card: Card,
-    parcel: ShippedFunction,
-    out: int,
-    err: int,
-    environment: Mapping[str, str],
-) -> Any:
-    """A rank's process, to be started."""
-    if method == "forkserver":
-        _preload()
-    process = KINDS[method](target=live, args=(card, parcel), name=name, daemon=daemon)
-    if method == "spawn":
-        process.out, process.err, process.environment = out, err, environment
+def process(setup: RankSetup, function: ShippedFunction, daemon: bool) -> Any:
+    """A rank's process, not started yet."""
+    if setup.method == "forkserver":
+        preload(run_rank.__module__)  # and torch with it
+    name = f"holdfast-rank-{setup.rank}"
+    process = KINDS[setup.method](target=run_rank, args=(setup, function), name=name, daemon=daemon)
+    if setup.method == "spawn":
+        process.setup = setup
     return process
-
-
-def start(process: Any, parcel: ShippedFunction) -> None:
-    """Start a rank's process, which has the parcel's descriptor then."""
-    try:
-        process.start()
-    finally:
-        parcel.close()
-
-
-def _preload() -> None:
-    """A fork server that is started from now on has torch, and so pays for its import once."""
-    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    if live.__module__ not in modules:
-        forkserver.set_forkserver_preload([*modules, live.__module__])

@@ -12,18 +12,24 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.core.host import StreamEnd
 from holdfast.core.messages import Send, Short
 from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.errors import HoldfastError, LoaderTorn, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, Snapshot, Sure
 from holdfast.policy import Policy
 
 # Where in what a worker is told the index or the indices stand, and what may be tried in the place of bad ones.
 _ASKED, _SPARES = 4, 7
 # Indices of these types cannot change after they were given.
 _FIXED = {int, str, bytes, float, bool}
+
+
+def lasting(indices: list[Any]) -> list[Any]:
+    """As they are now, whatever the sampler makes of them later. Raises what pickling them raises."""
+    return indices if {*map(type, indices)} <= _FIXED else pickle.loads(pickle.dumps(indices, 5))
 
 
 class BatchRequests:
@@ -41,29 +47,33 @@ class BatchRequests:
         self._settled: set[int] = set()  # workers whose dataset a whole epoch leaves as it found it
         self._left: dict[int, list[Left]] = {}  # worker -> epochs since then that have moved it
 
-    def leave(self, streams: Mapping[int, int], ends: Mapping[int, bytes | None]) -> None:
+    def leave(self, streams: Mapping[int, int], ends: Mapping[int, bytes | StreamEnd]) -> None:
         """An epoch is over. `streams`: worker -> batches it has given, where its stream has not come to an end.
-        `ends`: what has become of the dataset where it has; nothing if it is as before, None if that is not known.
+        `ends`: what has become of the dataset where it has; nothing if it is as before, or why that is not said.
         """
         for worker in range(len(self._marks)):
+            end = ends.get(worker)
             if worker in streams:
                 self._leave(worker, streams[worker])
-            elif ends.get(worker, b"") is None and worker not in self._settled:
+            elif end is StreamEnd.LOST or (end is StreamEnd.NOT_KNOWN and worker not in self._settled):
                 self._left.setdefault(worker, []).append((self._seed, WHOLE, 0, None))
             else:
                 self._left.pop(worker, None)
-                self._end(worker, ends.get(worker))
+                self._end(worker, end if isinstance(end, bytes) else None)
 
     def began(self, worker: int, moved: Moved) -> None:
         """The first batch of an epoch has come, and with it what the ones before have made of the dataset."""
         if moved is None:
             return
-        if moved:
-            self._moved[worker] = moved
-            self._settled.discard(worker)
+        packed, sure = moved
+        if sure is Sure.LOST:
+            return  # a next life goes through all of them
         left = self._left.pop(worker, [])
-        if moved is False and any(snapshot for *_, snapshot in left):
+        if sure is Sure.NOT_SEEN and any(snapshot for *_, snapshot in left):
             self._left[worker] = left[-1:]
+        elif packed:
+            self._moved[worker] = packed
+            self._settled.discard(worker)
 
     def _leave(self, worker: int, number: int) -> None:
         left = (self._seed, number, self._marks[worker], self.snapshots.get(worker))
@@ -105,8 +115,7 @@ class BatchRequests:
         else:
             spares: list[Any] = []
             if self._replaces:
-                given = list(asked) if self._auto_collation else [asked]
-                self._given += given if {*map(type, given)} <= _FIXED else pickle.loads(pickle.dumps(given, 5))
+                self._given += lasting(list(asked) if self._auto_collation else [asked])
                 spares = self._spares(task)
             number = task - self._first_task
             self._asked[task] = pickle.dumps((self._seed, number, 0, -1, asked, None, False, spares), 5)
@@ -149,11 +158,13 @@ class BatchRequests:
         if not send.attempt:
             return first
         seed, number, _, _, asked, positions, _, spares = pickle.loads(first)
-        if send.bad:
-            asked, positions = self._without(asked, send.bad, spares)
-            if self._skips:
-                self._missing[send.task] = len(set(send.bad))
-        return pickle.dumps((seed, number, send.attempt, send.stay, asked, positions, send.alone, spares), 5)
+        if send.bad and self._skips:
+            asked = list(asked)
+            positions = [i for i in range(len(asked)) if i not in send.bad]
+            asked = [asked[i] for i in positions]
+            self._missing[send.task] = len(set(send.bad))
+        draw = send.stay, asked, positions, send.alone, spares, send.bad, send.deadly
+        return pickle.dumps((seed, number, send.attempt, *draw), 5)
 
     def _place_of(self, send: Send) -> Place | None:
         """Where its stream is, for a life that does not know."""
@@ -168,18 +179,6 @@ class BatchRequests:
         chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
         count = len(self._given)
         return [self._given[chooser.randrange(count)] for _ in range(SPARES)] if count else []
-
-    def _without(self, asked: Any, bad: tuple[int, ...], spares: Any) -> tuple[Any, Any]:
-        """The indices less those that kill, or with others in their place; and the positions they stand at."""
-        if not self._auto_collation:
-            return (spares[(len(bad) - 1) % len(spares)] if spares else asked), None
-        asked = list(asked)
-        if self._replaces:
-            for position in set(bad):
-                asked[position] = spares[(bad.count(position) - 1) % len(spares)]
-            return asked, None
-        positions = [i for i in range(len(asked)) if i not in bad]
-        return [asked[i] for i in positions], positions
 
 
 # Whole: is all of an epoch there that was asked for? If not, the error that says so: no epoch is short in silence.

@@ -1,14 +1,15 @@
 """CachedDataset: keeps the samples of a dataset in memory that all workers and the trainer share.
 
-The dataset in the trainer and its copies in the workers see one `RecordStore` (shm/record_store.py): forked ones inherit it, spawned
-ones find it by its address, and one that is unpickled where it cannot be found (another machine, a later run) starts
-an empty one of its own. A sample is kept as the bytes that would cross to the trainer (shm/pack.py). Who looks it up
-gets a copy of its own, so it may be modified.
+The dataset in the trainer and its copies in the workers see one `RecordStore` (shm/record_store.py). Forked copies
+inherit it; spawned ones find it by its address. A copy that is unpickled where the store cannot be found (another
+machine, a later run) starts an empty one of its own. The store keeps a sample as the bytes that would cross to the
+trainer (shm/pack.py). Each lookup makes a copy of its own, so the caller may modify it.
 
-By default what came first stays. With a share c of the samples held, and every sample visited once per epoch in random
-order, that gives c hits. To evict the least recently used instead gives c + (1-c) ln(1-c), about c^2/2: a sample is
-still there only if fewer than c N others were visited since. For c = 1/2: 50 % against 15 %. ("oldest", which goes by
-when a sample was stored: 19 %.) Eviction is for visits that are not like that: curricula, weighted sampling, windows.
+By default the samples that came first stay. If the store holds a share c of the samples, and each epoch visits every
+sample once in random order, a share c of the lookups hits. Evicting the least recently used sample gives only
+c + (1-c) ln(1-c), about c^2/2, because a sample is still there only if fewer than c N others were visited since.
+For c = 1/2 that is 50 % against 15 %. ("oldest", which goes by the time of storing, gives 19 %.) Eviction helps where
+visits are not like that: curricula, weighted sampling, windows.
 """
 
 import copy

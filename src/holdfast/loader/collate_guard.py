@@ -5,6 +5,10 @@ as long as nobody can change or keep it before it is sent. Torch's own functions
 has registered may, and so may a class of the user's that torch fills with parts of the batch: `update` of a mapping,
 `__new__` of a named tuple; a tensor subclass, which is told of each function that it is given to; and a mode of
 torch's, which is told of all. Where there is one, the batch is made in memory of its own.
+
+Torch goes by the first sample, and so do we. A later one may be of a class of the user's that calls default_collate
+when it is asked for its parts. So what writes into the slot is in no place where that looks for its functions: it is in
+a copy of torch's registry, which only the call that makes the batch is given, and hands on to torch's own functions.
 """
 
 from collections import OrderedDict
@@ -20,6 +24,8 @@ from torch.utils._device import DeviceContext
 # What torch looks up in its registry at once, and what it goes into.
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 _CONTAINERS = frozenset((dict, list, tuple, OrderedDict))
+# By the type of a sample, as torch has it; or by another function.
+Functions = dict[Any, Callable[..., Any]]
 # Samples that go deeper than this are collated in memory of their own.
 _DEPTH = 12
 
@@ -43,32 +49,45 @@ def _is_watched() -> bool:
 
 
 class CollateGuard:
-    """Knows torch's functions, and those of ours that stand in for them. Which process: the worker."""
+    """Knows torch's functions, and the one of ours that stands in for one of them. Which process: the worker.
 
-    def __init__(self, ours: tuple[Callable[..., Any], ...]) -> None:
-        self._ours = ours
+    `in_slot`: a function of these -> what does the same into the slot.
+    """
+
+    def __init__(self, in_slot: Functions) -> None:
+        self._in_slot = in_slot
         self._collate = torch_collate.collate if is_torchs(torch_collate.collate) else None
-        self._seen: list[Any] = []  # the registry's functions, as they were judged last
+        self._seen: list[Any] = []  # the registry's types and functions, as they were judged last
         self._untouched = False
+        self._functions: Functions = {}
 
-    def sees_torch_alone(self, samples: Any) -> bool:
-        """True where no code of the user's can come by what default_collate makes of these samples."""
+    def functions_for(self, samples: Any) -> Functions | None:
+        """What is to be used in place of torch's registry, to make a batch of these samples in the slot.
+
+        None where code of the user's can come by it.
+        """
         if type(samples) not in (list, tuple) or not samples or torch_collate.collate is not self._collate:
-            return False
+            return None
         if _is_watched():
-            return False
+            return None
         first = samples[0]  # torch goes by the first sample
         try:
-            functions = list(torch_collate.default_collate_fn_map.values())
-            if functions != self._seen:
-                self._seen = functions
-                self._untouched = all(map(self._may, functions))
-            return (self._untouched and type(first) in _LEAVES) or self._is_plain(first, _DEPTH)
-        except Exception:  # code of the user's: __eq__ of a function, __hash__ of a type, __instancecheck__
-            return False
+            functions = torch_collate.default_collate_fn_map
+            seen = [*functions, *functions.values()]
+            if seen != self._seen:
+                self._seen = seen
+                self._untouched = all(map(self._may, functions.values()))
+                self._functions = {kind: self._into_slot(function) for kind, function in functions.items()}
+            plain = (self._untouched and type(first) in _LEAVES) or self._is_plain(first, _DEPTH)
+            return self._functions if plain else None
+        except BaseException:  # code of the user's: __eq__ of a function, __hash__ of a type, __class__ of a sample
+            return None
 
     def _may(self, function: Any) -> bool:
-        return is_torchs(function) or any(function is own for own in self._ours)
+        return is_torchs(function) or self._into_slot(function) is not function
+
+    def _into_slot(self, function: Any) -> Any:
+        return next((into for own, into in self._in_slot.items() if own is function), function)
 
     def _is_plain(self, part: Any, depth: int) -> bool:
         kind = type(part)

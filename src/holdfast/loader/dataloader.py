@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch.utils.data
@@ -19,9 +20,10 @@ from holdfast.system.cgroups import usable_cpus
 
 # Arguments of ours as public attributes of a loader whose subclasses do not know of us.
 #
-# A subclass that was written for torch's loader may use any name for itself, `self.device` above all. So what we go by is
-# private (`_holdfast_...`), and what a subclass sets is what it reads. But frameworks rebuild a loader from its `vars()`:
-# there, `policy` and `device` are ours, unless the subclass has arguments of these names.
+# A subclass that was written for torch's loader may use any name for itself, `self.device` above all. So what we go by
+# is private (`_holdfast_...`), and a subclass reads what it has set. But frameworks rebuild a loader from its `vars()`:
+# there, `policy` and `device` are ours, unless the subclass has arguments of these names. What the user did not give is
+# no attribute, as with torch's loader: a subclass may ask `hasattr`, or `getattr` with a default of its own.
 
 
 class Argument:
@@ -52,12 +54,12 @@ class Argument:
         known = vars(loader)
         del known[self._theirs if self._theirs in known else self._name]
 
-    def keep(self, loader: Any, value: Any) -> None:
-        """This is ours."""
+    def keep(self, loader: Any, value: Any, given: bool) -> None:
+        """This is ours. `given`: by the user, so that it is shown."""
         known = vars(loader)
         known[f"_holdfast_{self._name}"] = value
-        if inspect.getattr_static(type(loader), self._name) is not self:
-            return  # a subclass has something else there
+        if not given or inspect.getattr_static(type(loader), self._name) is not self:
+            return  # or a subclass has something else there
         if not self._is_theirs(loader):
             known[self._name] = value
         else:
@@ -102,8 +104,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     policy = Argument()
     device = Argument()
-    _holdfast_policy: Policy
-    _holdfast_device: torch.device | str | int | None
+    _holdfast_device: torch.device | str | int | None = None
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         policy: Policy | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
+        given = policy is not None or num_workers == AUTO
         if policy is None:
             policy = Policy.from_environment()
         elif not isinstance(policy, Policy):
@@ -139,17 +141,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             num_workers = usable_cpus()
         elif isinstance(num_workers, str):
             raise ValueError(f"num_workers must be a number or 'auto', not {num_workers!r}")
-        if policy.bad_sample == "replace" and isinstance(dataset, torch.utils.data.IterableDataset):
-            raise ValueError(
-                'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
-                'use "skip" or "raise"'
-            )
+        _check_fit(policy, dataset)
         if prefetch_factor == 0 and num_workers:
             raise ValueError("prefetch_factor must be greater than 0: with none asked for, no batch would ever come")
         checked(device)
-        DataLoader.__dict__["policy"].keep(self, policy)
-        DataLoader.__dict__["device"].keep(self, device)
-        self._holdfast_record = Record(kept_in=RunFolder.from_environment("loader", dataset))
+        DataLoader.__dict__["policy"].keep(self, policy, given)
+        DataLoader.__dict__["device"].keep(self, device, device is not None)
+        self._holdfast_record = _record_of(dataset)
         super().__init__(
             dataset,
             batch_size,
@@ -169,6 +167,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+
+    # Where `__init__` was not called, these two are made when somebody asks for them: the loader was pickled when its
+    # class was torch's, or a subclass makes it from its attributes alone.
+
+    @cached_property
+    def _holdfast_policy(self) -> Policy:
+        policy = Policy.from_environment()
+        _check_fit(policy, self.dataset)
+        return policy
+
+    @cached_property
+    def _holdfast_record(self) -> Record:
+        return _record_of(self.dataset)
 
     def __iter__(self) -> _BaseDataLoaderIter:
         if isinstance(self._iterator, InheritedIterator):
@@ -193,3 +204,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
         return Report(self._holdfast_record, totals(self._holdfast_record, self.num_workers, self.dataset))
+
+
+def _check_fit(policy: Policy, dataset: Any) -> None:
+    if policy.bad_sample == "replace" and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            'Policy(bad_sample="replace") needs a map-style dataset: a stream has no other sample to give; '
+            'use "skip" or "raise"'
+        )
+
+
+def _record_of(dataset: Any) -> Record:
+    return Record(kept_in=RunFolder.from_environment("loader", dataset))

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.core.host import Result
 from holdfast.diagnose.report import Record
 from holdfast.loader.cuda_slots import CudaSlots, gate
 from holdfast.loader.tree import kept, mapped, moved, tensors_of
-from holdfast.local.trainer.worker_channel import SlotResult
 from holdfast.shm.pack import SMALL
 from holdfast.shm.slot_writer import ALIGN
+from holdfast.shm.slots import SlotResult
 from holdfast.system.signals import raised_by_handler
 
 # Batches on the device before their turn: one is enough to hide the copy of even steps, two that of uneven ones.
@@ -40,11 +41,11 @@ _LOOK_S = 50e-6
 
 
 class Unpacked(NamedTuple):
-    """A batch out of its slot. `parcel`: what it came in. `error`: what is to be raised in its place."""
+    """A batch. `result`: what it came in. `error`: what is to be raised in its place."""
 
     batch: Any = None
     samples: int = 0
-    parcel: SlotResult | None = None
+    result: Result | None = None
     error: BaseException | None = None
 
 
@@ -57,7 +58,8 @@ class Crossing:
     def __init__(self, unpacked: Unpacked) -> None:
         self.host = unpacked.batch
         self.samples = unpacked.samples
-        self.parcel = unpacked.parcel
+        # Only what lies in a slot can be read by the device in place.
+        self.parcel = unpacked.result if isinstance(unpacked.result, SlotResult) else None
         self.bytes = 0
         self.queued = False
         self.batch: Any = None

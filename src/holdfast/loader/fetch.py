@@ -8,16 +8,16 @@ raised, which is no sample's fault.
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+from holdfast.core.host import BASE, JOB_WORDS, POSITION, RETRIES, SAMPLES, SINCE, SPARE, STAGE, Recorder, Spent, Words
 from holdfast.core.messages import Stage
+from holdfast.errors import SampleError
 from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
 from holdfast.loader.tree import differing
-from holdfast.local.protocol.pulse import BASE, POSITION, RETRIES, SAMPLES, SINCE, STAGE, new_words, recorder
-from holdfast.local.worker.loop import Spent
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture, text_of
 from holdfast.system.evidence import Facts, facts_of
@@ -29,6 +29,9 @@ _FETCH, _COLLATE = Stage.FETCH, Stage.COLLATE
 Caught = type[BaseException] | tuple[()]
 # Stands for a sample that is left out of its batch.
 _LEFT_OUT = object()
+# What becomes of a sample that has ended its workers: this one finds something to be given in its place.
+GIVEN = "given another"
+_NOTHING = Raised("", "", "", None, None)
 
 
 def errors() -> Caught:
@@ -51,7 +54,7 @@ class Trouble:
     attempts: int
     seconds: float
     raised: Raised
-    fate: str  # "retried", "skipped" or "replaced"
+    fate: str  # "retried", "skipped", "replaced"; or GIVEN: replaced, and what it did was told before
     replaced_by: object = None
 
     def brief(self) -> "Trouble":
@@ -111,11 +114,24 @@ class Draw:
     """What one task asks for.
 
     `stay`: up to this position a fresh worker was of no help. `positions`: where in the batch each index stands, if
-    some were left out before. `journal`: of a batch that has ended a life before; `done`: its first samples, which an
-    earlier life has loaded. `troubles`: what went wrong with its samples so far, in that life, too.
+    some were left out before. `spares`: what may be tried in the place of bad ones; not the `deadly` ones, by number
+    from 1 on. `bad`: positions that are not tried themselves, if bad ones are replaced. `journal`: of a
+    batch that has ended a life before; `done`: its first samples, which an earlier life has loaded. `troubles`: what
+    went wrong with its samples so far, in that life, too.
     """
 
-    __slots__ = ("alone", "done", "indices", "journal", "positions", "spares", "stay", "troubles")
+    __slots__ = (
+        "alone",
+        "bad",
+        "deadly",
+        "done",
+        "indices",
+        "journal",
+        "positions",
+        "spares",
+        "stay",
+        "troubles",
+    )
 
     def __init__(
         self,
@@ -124,8 +140,12 @@ class Draw:
         positions: Sequence[int] | None = None,
         alone: bool = False,
         spares: Sequence[object] = (),
+        bad: Sequence[int] = (),
+        deadly: Sequence[int] = (),
     ) -> None:
         self.stay = stay
+        self.bad = bad
+        self.deadly = deadly
         self.journal: Journal | None = None
         self.done: list[Any] = []
         self.troubles: list[Trouble] = []
@@ -135,8 +155,30 @@ class Draw:
         self.spares = spares
 
 
+class Unwatched:
+    """Where the trainer itself loads: only the fetcher reads what is noted here."""
+
+    def __init__(self) -> None:
+        self.words: Words = [0] * JOB_WORDS
+
+    def enter(self, stage: int, position: int = 0, /) -> None:
+        self.words[STAGE], self.words[POSITION] = stage, position
+
+    def walk(self, stage: int, indices: Iterable[Any], /) -> Iterator[Any]:
+        words = self.words
+        for words[POSITION], index in enumerate(indices):
+            yield index
+
+
+class Watched(Recorder, Protocol):
+    """What a `MapFetcher` needs of a JobContext."""
+
+    @property
+    def words(self) -> Words: ...
+
+
 class MapFetcher:
-    """Loads and collates batches of one dataset. `words` is the pulse page; `catch()` what may be caught."""
+    """Loads and collates batches of one dataset. `context`: a job's; `catch()`: what may be caught."""
 
     def __init__(
         self,
@@ -145,7 +187,7 @@ class MapFetcher:
         auto_collation: bool,
         policy: Policy,
         *,
-        words: Any = None,
+        context: Watched | None = None,
         catch: Callable[[], Caught] = errors,
         reseed: bool = False,
         may_leave: bool = False,
@@ -158,8 +200,8 @@ class MapFetcher:
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._policy = policy
-        self._words: memoryview = new_words() if words is None else words
-        self._recorder = recorder(self._words)
+        context = Unwatched() if context is None else context
+        self._words, self._walk = context.words, context.walk
         self._catch = catch
         self._kind: type[BaseException] = BaseException if catch is everything else Exception
         self._reseed = reseed
@@ -179,7 +221,7 @@ class MapFetcher:
             sample = self._one(0, draw.indices, draw, troubles)
             self._loaded += 1
             return sample, troubles
-        if self._many is not None and not draw.alone and not draw.done:
+        if self._many is not None and not (draw.alone or draw.done or draw.bad):
             samples = self._all_at_once(draw, seed)
             if samples is not None:
                 self._loaded += 1
@@ -190,7 +232,7 @@ class MapFetcher:
 
     def _one_by_one(self, draw: Draw, troubles: list[Trouble]) -> list[Any]:
         """The pulse says which sample is being loaded, and since when."""
-        plain = not self._policy.retries and draw.journal is None and draw.positions is None
+        plain = not (self._policy.retries or draw.journal or draw.positions or draw.bad)
         samples = self._quickly(draw, troubles) if plain else self._carefully(draw, troubles)
         self._words[SAMPLES] += len(samples)
         return samples
@@ -198,7 +240,7 @@ class MapFetcher:
     def _quickly(self, draw: Draw, troubles: list[Trouble]) -> list[Any]:
         """The hot loop."""
         dataset = self.dataset
-        walk = self._recorder.walk(_FETCH, draw.indices)
+        walk = self._walk(_FETCH, draw.indices)
         samples: list[Any] = []
         while True:
             try:
@@ -211,7 +253,7 @@ class MapFetcher:
                 position = self._words[POSITION]
                 self._leave_if_spent(error, position, draw)
                 index = list(draw.indices)[position]  # (they may be a set)
-                sample = self._bad(error, position, index, 1, 0.0, draw.spares, troubles)
+                sample = self._bad(error, position, index, 1, 0.0, draw, troubles)
                 if sample is not _LEFT_OUT:
                     samples.append(sample)
 
@@ -272,6 +314,8 @@ class MapFetcher:
     def _one(self, position: int, index: Any, draw: Draw, troubles: list[Trouble]) -> Any:
         """One sample, with retries. While a store is down, the first sample alone waits for it as long as it may."""
         policy, words = self._policy, self._words
+        if position in draw.bad and policy.bad_sample == "replace":
+            return self._another(None, position, index, 0, 0.0, draw, troubles)
         state = seeds.save() if policy.retries and self._reseed else None
         first: BaseException | None = None
         began = time.monotonic()
@@ -287,7 +331,7 @@ class MapFetcher:
                 if not worth or self._down or attempt > policy.retries:
                     self._down = worth
                     spent = time.monotonic() - began
-                    return self._bad(error, position, index, attempt, spent, draw.spares, troubles)
+                    return self._bad(error, position, index, attempt, spent, draw, troubles)
                 words[RETRIES] += 1
                 self._pause(attempt)
                 if state is not None:
@@ -316,7 +360,7 @@ class MapFetcher:
         index: object,
         attempts: int,
         seconds: float,
-        spares: Sequence[object],
+        draw: Draw,
         troubles: list[Trouble],
     ) -> Any:
         """A sample that cannot be loaded: what the policy says of it."""
@@ -327,16 +371,44 @@ class MapFetcher:
                 )
                 return _LEFT_OUT
             case "replace":
-                for spare in spares:
-                    try:
-                        sample = self.dataset[spare]
-                    except self._catch():
-                        continue  # a bad one too; it is named when its own turn comes
-                    troubles.append(
-                        Trouble(position, index, attempts, seconds, capture(error, catch=self._kind), "replaced", spare)
-                    )
-                    return sample
+                return self._another(error, position, index, attempts, seconds, draw, troubles)
         raise SampleFailed(error, position, index, Stage.FETCH, attempts) from error
+
+    def _another(
+        self,
+        error: BaseException | None,
+        position: int,
+        index: object,
+        attempts: int,
+        seconds: float,
+        draw: Draw,
+        troubles: list[Trouble],
+    ) -> Any:
+        """One in the place of a bad sample; `error`: None for one that has ended its workers, which was told."""
+        words = self._words
+        words[STAGE] = _FETCH
+        words[POSITION] = position
+        last, tried = error, index
+        try:
+            for number, spare in enumerate(draw.spares, 1):
+                if number in draw.deadly:
+                    continue
+                words[SPARE] = number
+                words[SINCE] = time.monotonic_ns()
+                try:
+                    sample = self.dataset[spare]
+                except self._catch() as other:  # a bad one too; it is named when its own turn comes
+                    if error is None:
+                        last, tried = other, spare
+                    continue
+                raised = _NOTHING if error is None else capture(error, catch=self._kind)
+                fate = GIVEN if error is None else "replaced"
+                troubles.append(Trouble(position, index, attempts, seconds, raised, fate, spare))
+                return sample
+        finally:
+            words[SPARE] = 0
+        last = last or SampleError("there is nothing left to try in its place", index)
+        raise SampleFailed(last, -1 if error is None else position, tried, Stage.FETCH, max(1, attempts)) from last
 
     def collate(self, samples: Any, indices: Any = None) -> Any:
         """The batch. An error here is always raised: it belongs to no single sample."""

@@ -4,6 +4,7 @@ import os
 import random
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -16,6 +17,7 @@ from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.errors import SampleError
 from holdfast.loader import seeds
+from holdfast.loader.batch_requests import lasting
 from holdfast.loader.device import Unpacked, checked, present
 from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble
 from holdfast.loader.interruptible_next import InterruptibleNext
@@ -90,7 +92,7 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
             asked = list(asked)  # of an iterator, say
         self._batch += 1
         if self._policy.bad_sample == "replace":
-            self._given += asked if self._auto_collation else (asked,)
+            self._given += _lasting([*asked] if self._auto_collation else [asked])
         self._asked, self._counted = (asked,), False
         return True
 
@@ -158,7 +160,8 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         self._record.counts["batches"] += batches
         self._record.counts["samples"] += samples
         for trouble in troubles:
-            self._narrator.trouble(trouble, self._batch, 0)
+            index, spare = _lasting([trouble.index, trouble.replaced_by])
+            self._narrator.trouble(replace(trouble, index=index, replaced_by=spare), self._batch, 0)
             self._bad += trouble.fate != "retried"
             self._record.counts["samples"] -= trouble.fate == "skipped"
         if troubles and self._seen >= BREAKER_LEAST and self._bad > self._policy.max_bad * self._seen:
@@ -170,11 +173,12 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         self._again = False
         error = failed.error
         captured = capture(error, catch=Exception)
+        (index,) = _lasting([failed.index])
         case = Case(
             what=What.RAISED,
             worker=0,
             task=self._batch,
-            index=failed.index,
+            index=index,
             stage=failed.stage,
             attempt=failed.attempts,
             raised=captured,
@@ -184,13 +188,23 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         self._record.add(incident_of(case))
         if failed.position >= 0:
             text = f"{captured.type_name}: {captured.text}"
-            self._record.add_bad(BadSample(failed.index, self._batch, text, failed.attempts))
+            self._record.add_bad(BadSample(index, self._batch, text, failed.attempts))
         told = f"in the trainer (num_workers=0) {where(case)}"
         if issubclass(type(error), StopIteration | StopAsyncIteration):
             told = f"{told} raised {type(error).__name__}, which would end the epoch without a word"
-            ended = SampleError(told, failed.index)
+            ended = SampleError(told, index)
             ended.__cause__ = error
             return ended
         with suppress(Exception):  # notes of the user's that are no list, attributes that cannot be set
             BaseException.add_note(error, told)
         return error
+
+
+def _lasting(indices: list[Any]) -> list[Any]:
+    """As they are now; but what cannot be pickled, which here nothing has to be, as the sampler keeps it."""
+    try:
+        return lasting(indices)
+    except Exception as error:  # user code: __reduce__
+        if raised_by_handler(error):
+            raise
+        return indices

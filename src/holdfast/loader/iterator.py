@@ -11,13 +11,14 @@ import weakref
 from collections import deque
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
 from holdfast.core.autoscale import Autoscale
+from holdfast.core.host import HasPulses, Host, HostMaker, KnowsMemory, LendsSlots, Result, Room, WorkerProcess
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Short
 from holdfast.core.supervisor import Supervisor
@@ -32,13 +33,11 @@ from holdfast.loader.measure import large_parts
 from holdfast.loader.narrator import LoaderNarrator, totals
 from holdfast.loader.stream import Moved, Snapshot
 from holdfast.loader.tree import moved
-from holdfast.local.keeper.memory_budget import growth_bytes
 from holdfast.local.trainer.local_host import LocalHost
-from holdfast.local.trainer.worker_channel import SlotResult, WorkerHandle
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised
 from holdfast.shm import forks
-from holdfast.system.cgroups import usable_cpus
+from holdfast.system.cgroups import growth_bytes, usable_cpus
 from holdfast.system.signals import raised_by_handler
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
@@ -56,6 +55,8 @@ LOOK_S = 0.25
 
 class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
     """Iterates over a loader with worker processes."""
+
+    _host_maker: ClassVar[HostMaker] = LocalHost
 
     def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
         super().__init__(loader)
@@ -99,17 +100,19 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         policy, record = self._policy, self._record
         self._host = self._make_host(loader)
         # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
-        self._finalizer = weakref.finalize(self, self._host.close_for_good)
+        self._finalizer = weakref.finalize(self, _close_for_good, self._host)
         self._orders = BatchRequests(
             policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation
         )
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
         self._narrator = LoaderNarrator(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
+        if self._gate is not None and isinstance(self._host, LendsSlots):
+            self._host.lend_through(self._gate)
         self._host.open()
-        record.workers.begin(list(self._host.pulses))
+        record.workers.begin(list(self._host.pulses) if isinstance(self._host, HasPulses) else ())
 
-    def _make_host(self, loader: Any) -> LocalHost:
+    def _make_host(self, loader: Any) -> Host:
         init = loader.worker_init_fn
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             init = partial(_sharding_worker_init_fn, init, self._world_size, self._rank)
@@ -127,7 +130,7 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
             policy=self._policy,
             growth_bytes=self._growth,
         )
-        return LocalHost(
+        return self._host_maker(
             self._num_workers,
             self._factor * self._num_workers,
             LoaderJob(recipe),
@@ -135,13 +138,20 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
             sample_timeout=self._policy.sample_timeout,
             growth_bytes=self._growth,
             need=self._record.need,
-            gate=self._gate,
             fixed=self._iterable or self._by_turns,
             enough=self._enough_slots(),
         )
 
+    @property
+    def _room(self) -> Room:
+        """How many workers fit into memory, as far as somebody knows."""
+        return self._host.room if isinstance(self._host, KnowsMemory) else Room(self._num_workers, False)
+
     def _enough_slots(self) -> int | None:
-        """One for each worker where they fill the processors and hand their batches straight over; see shm/slot_claims.py."""
+        """One for each worker where they fill the processors and hand their batches straight over.
+
+        See shm/slot_claims.py.
+        """
         if not self._in_order:
             return None
         straight = self._gate is None and not self._adapt
@@ -174,11 +184,11 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         self._narrator.first_task = self._first_task
         if not anew:
             for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
-                self._host.discard(result)  # of an epoch that was left
+                _discard(result)  # of an epoch that was left
         running = [] if anew else self._ledger.lives
         if anew:
             self._autoscale = Autoscale(self._num_workers, self._start, self._adapt)
-            self._autoscale.room(*self._host.room)
+            self._autoscale.room(*self._room)
         self._autoscale.rest()
         self._look_at = self._began + LOOK_S
         self._ledger: Ledger = Ledger(
@@ -197,7 +207,7 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         self._ready: deque[Deliver] = self._supervisor.ready
         if not anew:
             self._host.abandon_below(self._next_task)
-        self._supervisor.open()
+        self._supervisor.open(self._began)
         self._draw()
         self._inside = self._torn = False
 
@@ -225,11 +235,12 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
             self._narrator.incident(self._supervisor.notes.popleft())
         while self._ready:
             _, result = self._ready.popleft()
-            if isinstance(result, SlotResult) and not result.failed:
-                notes, _ = self._host.take_out(result)
-                self._note_place(notes, result.worker)
+            came = _came(result)
+            if came is not None and not came.failed:
+                notes, _ = came.open()
+                self._note_place(notes, came.worker)
             else:
-                self._host.discard(result)
+                _discard(result)
 
     # The path of a batch -------------------------------------------------------------------------------------------
 
@@ -380,10 +391,10 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
             return Unpacked(error=self._narrator.lost(result))
         if isinstance(result, Short):
             return Unpacked(error=short(result))
-        assert isinstance(result, SlotResult)
+        result = cast(Result, result)
         try:
             # A device reads small leaves from the slot as well as large ones. (Empty ones have no place in it.)
-            content = self._host.take_out(result) if self._transfer is None else self._host.take_out(result, small=1)
+            content = result.open() if self._transfer is None else result.open(small=1)
         except Exception as error:  # the user's __setstate__, say
             return self._own(error)
         if result.failed:
@@ -448,7 +459,7 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         if self._last_words is None:
             self._hear_all([*self._ready, *stop.results])
             self._last_words = (
-                self._narrator.boot_failure(self._host.take_out(stop.event.result), stop.event.worker)
+                self._narrator.boot_failure(cast(Result, stop.event.result).open(), stop.event.worker)
                 if isinstance(stop.event, BootFailed)
                 else self._narrator.stop(stop)
             )
@@ -460,13 +471,14 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
         for task, result in results:
-            if isinstance(result, SlotResult):
+            came = _came(result)
+            if came is not None:
                 samples, batch = self._orders.take(task), task - self._first_task
-                content = self._host.take_out(result)
-                if result.failed:
-                    self._narrator.troubles(content.troubles, batch, result.worker)
+                content = came.open()
+                if came.failed:
+                    self._narrator.troubles(content.troubles, batch, came.worker)
                 elif content[0] is not None:
-                    self._take_notes(content[0], samples, batch, result.worker)
+                    self._take_notes(content[0], samples, batch, came.worker)
         self._ready.clear()
 
     # The end -------------------------------------------------------------------------------------------------------
@@ -478,7 +490,9 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         return lost or fewer_items(self._host.items, self._orders.items)
 
     def _end(self) -> None:
-        self._record.need, self._record.wish = self._host.need, self._autoscale.wish if self._adapt else 0
+        self._record.wish = self._autoscale.wish if self._adapt else 0
+        if isinstance(self._host, KnowsMemory):
+            self._record.need = self._host.need
         ran_s = time.monotonic() - self._began
         if self._transfer is not None:
             self._transfer.clear()
@@ -491,9 +505,9 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         self._record.ran_s += ran_s
 
     @property
-    def _workers(self) -> list[WorkerHandle]:
+    def _workers(self) -> list[WorkerProcess]:
         """Process-like handles, as third parties expect them."""
-        return self._host.workers
+        return list(self._host.workers)
 
     @property
     def _workers_status(self) -> list[bool]:
@@ -515,6 +529,27 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
     def close_in_child(self) -> None:
         """In a forked child of the trainer. Another class asks nothing of the path of a batch."""
         self.__class__ = InheritedIterator
+
+
+def _came(result: object) -> Result | None:
+    """What came from a worker; None where the ledger itself has put something in its place."""
+    return None if result is None or isinstance(result, Lost | Short) else cast(Result, result)
+
+
+def _discard(result: object) -> None:
+    """Nobody opens it."""
+    came = _came(result)
+    if came is not None:
+        came.discard()
+
+
+def _close_for_good(host: Host) -> None:
+    """As `close`, where nobody would call again, and Python only prints what is raised."""
+    try:
+        host.close()
+    except BaseException:
+        host.close(0.0)
+        raise
 
 
 class InheritedIterator(WorkerIterator):

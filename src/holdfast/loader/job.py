@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -18,28 +17,24 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
+from holdfast.core.host import KEPT_APART, JobContext, Output, Reply, ReplyKind, Spent, StreamEnd
 from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
-from holdfast.loader.collate_guard import CollateGuard, is_plain_torch, is_torchs
+from holdfast.loader.collate_guard import CollateGuard, Functions, is_plain_torch, is_torchs
 from holdfast.loader.dataset_changes import DatasetChanges
-from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, everything
+from holdfast.loader.fetch import GIVEN, Draw, MapFetcher, SampleFailed, Trouble, everything
 from holdfast.loader.journal import Journal
-from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher
+from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sure
 from holdfast.loader.tree import explain_unsendable
-from holdfast.local.protocol.pulse import KEPT_APART, Pulse
-from holdfast.local.protocol.wire import Kind, StreamEnd
-from holdfast.local.trainer import keeper_birth
-from holdfast.local.worker.loop import Reply, Spent, error_reply
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised
+from holdfast.remote_exception import error_reply
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import Packer
-from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slot_writer import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
-_SEND, _BATCH = Stage.SEND, Kind.BATCH
+_SEND, _BATCH = Stage.SEND, ReplyKind.BATCH
 
 
 @dataclass(frozen=True)
@@ -63,44 +58,57 @@ class Recipe:
 class SlotStack:
     """Stacks samples straight into the slot while torch's default collate runs; plainly otherwise.
 
-    It stands in for torch's own functions in `default_collate_fn_map`, which would put each batch into /dev/shm.
+    It stands in for torch's own function in `default_collate_fn_map`, which would put each batch into /dev/shm.
     Only the default collate, where no code of the user's comes by what it makes, writes into the slot: the user may
-    keep or change a batch, and the slot will be written again.
+    keep or change a batch, and the slot will be written again. Whoever else calls it meanwhile (a sample that is asked
+    for its parts, another thread) finds what stacks plainly.
     """
 
     def __init__(self) -> None:
         self.space: SlotSpace | None = None
-        self._thread = get_ident()
-        self._ours = self.tensors, self.arrays
-        self._guard = CollateGuard(self._ours)
+        self._functions: Functions | None = None
+        self._torch_default = torch_collate.default_collate
         self._torch_tensors = torch_collate.collate_tensor_fn
         self._torch_arrays = torch_collate.collate_numpy_array_fn
+        self._ours = self.tensors
+        in_slot: dict[Any, Callable[..., Any]] = {self._ours: self.tensors_in_slot}
+        if is_torchs(self._torch_arrays):
+            in_slot[self._torch_arrays] = self.arrays_in_slot
+        self._guard = CollateGuard(in_slot)
 
     def install(self) -> None:
-        """From now on default_collate comes here, unless the user put functions of their own in these places."""
+        """From now on default_collate comes here, unless the user put a function of their own in this place."""
         functions = torch_collate.default_collate_fn_map
-        theirs = self._torch_tensors, self._torch_arrays
-        for kind, own, ours in zip((torch.Tensor, np.ndarray), theirs, self._ours, strict=True):
-            present = functions.get(kind)
-            if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
-                functions[kind] = ours
+        present, own = functions.get(torch.Tensor), self._torch_tensors
+        if (present is own and is_torchs(own)) or isinstance(getattr(present, "__self__", None), SlotStack):
+            functions[torch.Tensor] = self._ours
 
-    def open(self, claims: SlotClaims, samples: Any) -> None:
+    def open(self, output: Output[SlotSpace], samples: Any) -> None:
         """The batch of these samples may be stacked into the slot, until `close`."""
-        self.space = claims.space() if self._guard.sees_torch_alone(samples) else None
+        self._functions = self._guard.functions_for(samples)
+        self.space = None if self._functions is None else output.space()
 
     def close(self) -> None:
-        self.space = None
+        self.space = self._functions = None
+
+    def collate(self, samples: Any) -> Any:
+        """default_collate; into the slot, if that is open."""
+        if self._functions is None:
+            return self._torch_default(samples)  # type: ignore[no-untyped-call]
+        return torch_collate.collate(samples, collate_fn_map=self._functions)
 
     def tensors(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        space = self.space if get_ident() == self._thread else None  # threads of the user's collate, too
-        if space is not None:
-            out = space.stacked(batch)
-            if out is not None:
-                return out
+        return self._tensors(batch, collate_fn_map, None)
+
+    def tensors_in_slot(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        space = self.space
+        out = None if space is None else space.stacked(batch)
+        return self._tensors(batch, collate_fn_map, space) if out is None else out
+
+    def _tensors(self, batch: Any, functions: Any, space: SlotSpace | None) -> torch.Tensor:
         first = batch[0]
         if first.is_nested or first.layout is not torch.strided:
-            return self._torch_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+            return self._torch_tensors(batch, collate_fn_map=functions)  # type: ignore[no-any-return]
         if not is_plain_torch(batch) or first.device.type != "cpu":
             return torch.stack(batch, 0)
         shape = len(batch), *first.shape
@@ -113,10 +121,10 @@ class SlotStack:
         except (Full, RuntimeError):
             return torch.stack(batch, 0)  # works (mixed dtypes, grad), or raises what the user must see
 
-    def arrays(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+    def arrays_in_slot(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
         dtype = TORCH_TWIN.get(first.dtype)
-        space = self.space if get_ident() == self._thread else None
+        space = self.space
         if space is not None and dtype is not None and type(first) is np.ndarray:
             try:
                 out = space.tensor(dtype, (len(batch), *first.shape))
@@ -138,16 +146,17 @@ def _one_thread() -> None:
 
 
 def _bad(troubles: list[Trouble]) -> int:
-    """How many samples are missing or replaced."""
-    return sum(trouble.fate != "retried" for trouble in troubles) if troubles else 0
+    """How many samples are missing or replaced, of which nobody knows yet."""
+    return sum(trouble.fate not in ("retried", GIVEN) for trouble in troubles) if troubles else 0
 
 
 class LoaderJob:
-    """See local/worker/loop.py for who calls what when."""
+    """See core/host.py for who calls what when."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._pulse: Pulse
+        self._context: JobContext[SlotSpace]
+        self._output: Output[SlotSpace]
         self._packer: Packer
         self._stack: SlotStack
         self._map: MapFetcher | None = None
@@ -160,9 +169,9 @@ class LoaderJob:
 
     # Boot ----------------------------------------------------------------------------------------------------------
 
-    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+    def boot(self, worker: int, life: int, context: JobContext[SlotSpace]) -> None:
         recipe = self._recipe
-        self._pulse = pulse
+        self._context, self._output = context, context.output
         self._worker = worker
         self._packer = Packer()
         self._stack = SlotStack()
@@ -175,8 +184,9 @@ class LoaderJob:
             id=worker, num_workers=recipe.num_workers, seed=seed, dataset=self._dataset
         )
         self._stack.install()
+        self._collate = self._stack.collate if self._default_collate else recipe.collate_fn
         self._seeder = seeds.Seeder()
-        pulse.enter(Stage.INIT)
+        context.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
             random.seed(seed)  # as torch has it; whatever comes later is seeded by batch
             torch.default_generator.manual_seed(seed)
@@ -188,10 +198,10 @@ class LoaderJob:
         else:
             self._map = MapFetcher(
                 self._dataset,
-                recipe.collate_fn,
+                self._collate,
                 recipe.auto_collation,
                 recipe.policy,
-                words=pulse.words,
+                context=context,
                 catch=everything,
                 reseed=True,
                 may_leave=True,
@@ -205,31 +215,31 @@ class LoaderJob:
 
     # Tasks ---------------------------------------------------------------------------------------------------------
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int) -> Reply:
         asked = pickle.loads(payload)
         troubles: list[Trouble] = []
         try:
             if self._recipe.iterable:
-                return self._stream_batch(asked, claims, troubles)
+                return self._stream_batch(asked, troubles)
             base_seed, number, attempt, *rest = asked
             draw = Draw(*rest)
             troubles = draw.troubles
             self._seeder.seed(base_seed, number)
             if attempt and self._recipe.auto_collation:
                 left = memoryview(bytes(saved))  # samples may be kept; the letter box is written again
-                draw.journal = Journal(self._packer, claims.space(), self._pulse.words, len(draw.indices))
+                draw.journal = Journal(self._packer, self._output.space(), self._context.words, len(draw.indices))
                 draw.done = draw.journal.restore(left, count)
                 troubles += draw.journal.troubles
-            return self._map_batch(draw, base_seed, number, claims)
+            return self._map_batch(draw, base_seed, number)
         except SampleFailed as failed:
             failure = failed.to_failure(troubles)
         except (CannotSend, StreamBroken) as error:
             failure = SampleFailed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
-        space = claims.space()
+        space = self._output.space()
         space.clear()
         return error_reply(self._packer, failure, space, _bad(troubles), self._mark())
 
-    def _map_batch(self, draw: Draw, base_seed: int, number: int, claims: SlotClaims) -> Reply:
+    def _map_batch(self, draw: Draw, base_seed: int, number: int) -> Reply:
         fetcher = self._map
         assert fetcher is not None
         indices = draw.indices
@@ -237,9 +247,9 @@ class LoaderJob:
         if draw.journal is not None:
             draw.journal.discard()
         if fetcher.left_out(samples, draw, troubles):
-            return self._send((troubles, None), claims, samples, indices, len(troubles))
+            return self._send((troubles, None), samples, indices, len(troubles))
         if self._default_collate:
-            self._stack.open(claims, samples)
+            self._stack.open(self._output, samples)
         try:
             batch = fetcher.collate(samples, indices)
         except SampleFailed as failed:
@@ -247,9 +257,9 @@ class LoaderJob:
             raise
         finally:
             self._stack.close()
-        return self._send((troubles or None, batch), claims, samples, indices, _bad(troubles))
+        return self._send((troubles or None, batch), samples, indices, _bad(troubles))
 
-    def _stream_batch(self, asked: Any, claims: SlotClaims, troubles: list[Trouble]) -> Reply:
+    def _stream_batch(self, asked: Any, troubles: list[Trouble]) -> Reply:
         base_seed, epoch, number, size, shared_seed, place = asked
         recipe = self._recipe
         if epoch != self._epoch:
@@ -261,23 +271,21 @@ class LoaderJob:
             items, _ = stream.take(size, troubles=troubles)
         except StopIteration:
             if not troubles:
-                return self._exhausted(stream, claims)
-            return self._send(
-                ((troubles, None, 0, None), None), claims, [], None, len(troubles)
-            )  # that is said next time
+                return self._exhausted(stream)
+            return self._send(((troubles, None, 0, None), None), [], None, len(troubles))  # that is said next time
         if self._default_collate:
-            self._stack.open(claims, items)
+            self._stack.open(self._output, items)
         try:
             batch = stream.collate(items)
         finally:
             self._stack.close()
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1, self._began)
         self._began = None
-        return self._send((notes, batch), claims, items, None, len(troubles))
+        return self._send((notes, batch), items, None, len(troubles))
 
-    def _exhausted(self, stream: StreamFetcher, claims: SlotClaims) -> Reply:
+    def _exhausted(self, stream: StreamFetcher) -> Reply:
         """The first time with what this epoch has made of the dataset."""
-        reply = Reply(Kind.EXHAUSTED, buffers=stream.items, bad=stream.number)
+        reply = Reply(ReplyKind.EXHAUSTED, buffers=stream.items, bad=stream.number)
         dataset_changes = self._dataset_changes
         if dataset_changes is None or self._told_end:
             return reply
@@ -286,10 +294,12 @@ class LoaderJob:
             return reply._replace(spec_bytes=StreamEnd.NOT_KNOWN)
         try:
             moved = dataset_changes.moved()
-            if moved:
-                claims.space().put(memoryview(moved))
+            if moved and not dataset_changes.lost:
+                self._output.space().put(memoryview(moved))
         except BaseException:  # user code again, or more than a slot holds
-            return reply
+            dataset_changes.lost = True
+        if dataset_changes.lost:
+            return reply._replace(spec_bytes=StreamEnd.LOST)
         return reply._replace(where=len(moved), spec_bytes=StreamEnd.KNOWN)
 
     def _begin_stream(
@@ -319,13 +329,14 @@ class LoaderJob:
 
     def _moved(self) -> Moved:
         """What the last epoch has made of the dataset, if that was left."""
-        if self._dataset_changes is None or self._told_end:
+        dataset_changes = self._dataset_changes
+        if dataset_changes is None or self._told_end:
             return None
         try:
-            moved = self._dataset_changes.moved()
+            moved = dataset_changes.moved()
         except BaseException:  # user code
-            return False
-        return moved if self._dataset_changes.all else False
+            return b"", Sure.LOST
+        return moved, Sure.LOST if dataset_changes.lost else Sure.SEEN if dataset_changes.sure else Sure.NOT_SEEN
 
     def _bring(self, moved: bytes) -> None:
         """The dataset to where whole epochs of an earlier life have brought it."""
@@ -340,7 +351,7 @@ class LoaderJob:
 
     def _go_through(self, left: Sequence[Left], size: int) -> None:
         """Epochs of an earlier life since it is known where the dataset was: they have moved it."""
-        words = self._pulse.words
+        words = self._context.words
         apart = words[KEPT_APART]  # a state says nothing of where an epoch begins
         known = [] if apart else [at for at, (*_, snapshot) in enumerate(left) if snapshot is not None]
         for base_seed, number, done, snapshot in left[known[-1] if known else 0 :]:
@@ -357,12 +368,12 @@ class LoaderJob:
         recipe = self._recipe
         return StreamFetcher(
             self._dataset,
-            recipe.collate_fn,
+            self._collate,
             recipe.auto_collation,
             recipe.drop_last,
             recipe.policy,
             self._stream_seeder(base_seed),
-            words=self._pulse.words,
+            words=self._context.words,
             catch=everything,
         )
 
@@ -373,9 +384,9 @@ class LoaderJob:
 
     # Sending -------------------------------------------------------------------------------------------------------
 
-    def _send(self, content: Any, claims: SlotClaims, samples: Any, indices: Any, bad: int) -> Reply:
-        space = claims.space()
-        self._pulse.enter(_SEND)
+    def _send(self, content: Any, samples: Any, indices: Any, bad: int) -> Reply:
+        space = self._output.space()
+        self._context.enter(_SEND)
         try:
             try:
                 where, buffers, spec_bytes = self._packer.pack(content, space)
@@ -393,7 +404,7 @@ class LoaderJob:
         fd = new_file("batch", 0)
         space = FileSpace(fd)
         try:
-            return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, space), bad, fd, self._mark())
+            return Reply(ReplyKind.BATCH_IN_FILE, *self._packer.pack(content, space), bad, fd, self._mark())
         except BaseException as error:
             os.close(fd)
             if not isinstance(error, OSError):
@@ -407,6 +418,3 @@ class LoaderJob:
     def _mark(self) -> int:
         """Where a stream is: the next life must come to the same."""
         return self._stream.print if self._stream is not None else 0
-
-    def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
-        return keeper_birth.pack_error(error, space)

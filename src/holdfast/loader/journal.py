@@ -12,8 +12,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, SLOT
 from holdfast.loader import seeds
-from holdfast.local.protocol.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.slot_writer import Full, SlotSpace
 

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from holdfast.diagnose.fitness import Sample
 from holdfast.remote_exception import text_of
 from holdfast.system import linux
+from holdfast.system.signals import raised_by_handler
 
 # smaps_rollup takes milliseconds: it is read with each so many samples.
 _PRIVATE_EVERY = 8
@@ -148,19 +149,38 @@ def _as_pickled(value: Any, digest: Any) -> tuple[int, str]:
     return len(pickled), type(value).__name__
 
 
+def attributes(dataset: Any) -> dict[str, Any]:
+    """What it holds, by name; nothing, if it cannot be asked."""
+    try:
+        return dict(getattr(dataset, "__dict__", {}))
+    except Exception as error:  # user code: a property
+        if raised_by_handler(error):
+            raise
+        return {}
+
+
 def large_parts(dataset: Any) -> tuple[str, ...]:
     """Attributes of a dataset, and of the datasets inside it, that are many Python objects."""
-    found = []
-    for _ in range(_DEPTH):
-        for name, value in getattr(dataset, "__dict__", {}).items():
-            if isinstance(value, list | dict | tuple | set) and len(value) >= _MANY:
-                some = list(islice(value.items() if isinstance(value, dict) else value, 100))
-                each = sum(sys.getsizeof(part) for part in some) / len(some)
-                about = f"about {len(value) * (each + 8) / 2**20:.0f} MiB"
-                kind, part = type(value).__name__, type(some[0]).__name__
-                found.append(f"{type(dataset).__name__}.{name} is a {kind} of {len(value):,} {part}, {about}")
-        dataset = getattr(dataset, "dataset", None)
+    found: list[str] = []
+    try:
+        for _ in range(_DEPTH):
+            found += filter(None, (_as_large(dataset, name, part) for name, part in attributes(dataset).items()))
+            dataset = getattr(dataset, "dataset", None)
+    except Exception as error:  # user code: a part that is asked for its length
+        if raised_by_handler(error):
+            raise
     return tuple(found)
+
+
+def _as_large(dataset: Any, name: str, value: Any) -> str:
+    """In words; nothing of one that is not large."""
+    if not issubclass(type(value), list | dict | tuple | set) or len(value) < _MANY:
+        return ""
+    some = list(islice(value.items() if isinstance(value, dict) else value, 100))
+    each = sum(sys.getsizeof(part) for part in some) / len(some)
+    about = f"about {len(value) * (each + 8) / 2**20:.0f} MiB"
+    kind, part = type(value).__name__, type(some[0]).__name__
+    return f"{type(dataset).__name__}.{name} is a {kind} of {len(value):,} {part}, {about}"
 
 
 def _status() -> dict[str, int]:

@@ -14,8 +14,11 @@ from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.errors import TooManyBad, WorkerLost
+from holdfast.loader.cached import CachedDataset
 from holdfast.loader.cuda_slots import Refusal
-from holdfast.loader.fetch import BatchFailure, Trouble
+from holdfast.loader.fetch import GIVEN, BatchFailure, Trouble
+from holdfast.loader.files import FileCache
+from holdfast.loader.measure import attributes
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, to_raise
 from holdfast.system.cgroups import usable_cpus
@@ -62,6 +65,7 @@ class LoaderNarrator(Narrator):
         self._pid_of = pid_of
         self._parts = parts
         self._told_refusal = False
+        self._given_up: dict[tuple[int, int], int] = {}  # (task, position) -> which of the record's bad samples
         self.first_task = 0  # of this epoch: batches are numbered from it
 
     def name(self, task: int, position: int) -> dict[str, Any]:
@@ -80,7 +84,9 @@ class LoaderNarrator(Narrator):
             note = note._replace(evidence=replace(note.evidence, facts=self._parts()))
         super().incident(note)
         if isinstance(note, Note) and note.did in _NOW_BAD and not note.spare:
-            case = self.death(note)
+            case, on = self.death(note), note.event.on
+            if on is not None:
+                self._given_up[on.task, on.position] = len(self.record.bad_samples)
             self.record.add_bad(BadSample(case.index, case.task or 0, incident_of(case).headline, note.strike))
 
     def death(self, note: Note) -> Case:
@@ -95,9 +101,7 @@ class LoaderNarrator(Narrator):
         case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0))
         case = replace(case, did="nothing more: next() raises for this batch")
         incident = incident_of(case)
-        if (
-            lost.position >= 0 and self.policy.bad_sample != "replace"
-        ):  # (then it was told of, before others were tried)
+        if lost.position >= 0 and (lost.task, lost.position) not in self._given_up:  # (that was told of then)
             batch = lost.task - self.first_task
             self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
@@ -135,7 +139,10 @@ class LoaderNarrator(Narrator):
             self.trouble(trouble, batch, worker)
 
     def trouble(self, trouble: Trouble, batch: int, worker: int) -> None:
-        """A sample raised, and the policy dealt with it."""
+        """A sample raised, and the policy dealt with it; or there is one in the place of another that has killed."""
+        if trouble.fate == GIVEN:
+            self._given(trouble, batch)
+            return
         self.record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
@@ -153,6 +160,13 @@ class LoaderNarrator(Narrator):
                 did=_DID[trouble.fate],
             )
         )
+
+    def _given(self, trouble: Trouble, batch: int) -> None:
+        """What its workers' deaths did not tell: what stands in its place."""
+        bad = self.record.bad_samples
+        number = self._given_up.pop((batch + self.first_task, trouble.position), len(bad))
+        if number < len(bad):
+            bad[number] = replace(bad[number], replaced_by=trouble.replaced_by)
 
     def failure(self, failure: BatchFailure, batch: int, worker: int) -> BaseException:
         """User code raised, and the policy is to say so: the exception to raise."""
@@ -187,7 +201,8 @@ class LoaderNarrator(Narrator):
         """Going on would not help: the exception to raise."""
         event = stop.event
         if isinstance(event, Exited):
-            case = replace(self.death(Note(event, Did.STOPPED, 0, 0)), did="gave up")
+            note = Note(event, Did.STOPPED, 0, 0, 0 if event.on is None else event.on.spare)
+            case = replace(self.death(note), did="gave up")
             incident = incident_of(case)
             text = f"{self.gave_up(event)}\n{incident}"
             return WorkerLost(text, case.index, case.worker, incident.stage, incident.stack or None)
@@ -238,7 +253,8 @@ def totals(record: Record, workers: int, dataset: Any) -> LoaderStats:
 
 
 def _caches(dataset: Any) -> dict[str, dict[str, float]]:
-    """The figures of a dataset, and of what it holds, that keeps any: holdfast.CachedDataset, holdfast.FileCache."""
-    held = getattr(dataset, "__dict__", {})
-    found = {type(dataset).__name__: dataset} | {f"{type(part).__name__} {name}": part for name, part in held.items()}
-    return {name: part.figures() for name, part in found.items() if callable(getattr(type(part), "figures", None))}
+    """The figures of our caches: of a dataset that is one, and of those that it holds. A user's own method of that name
+    is not called, and types are asked past `__class__`, which may be user code."""
+    found = {type(dataset).__name__: dataset}
+    found |= {f"{type(part).__name__} {name}": part for name, part in attributes(dataset).items()}
+    return {name: part.figures() for name, part in found.items() if issubclass(type(part), CachedDataset | FileCache)}

@@ -1,6 +1,6 @@
 """Tries a dataset out, under supervision: a sample that raises, hangs or kills its worker is named; the rest goes on.
 
-`probe` runs in the trainer, on one worker of our own DataLoader; what is measured inside that worker is in weigh.py.
+`probe` runs in the trainer, on one worker of our own DataLoader; what is measured inside that worker is in measure.py.
 """
 
 import multiprocessing

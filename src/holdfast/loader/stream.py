@@ -14,22 +14,23 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from itertools import islice
 from types import GeneratorType
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
+from holdfast.core.host import JOB_WORDS, POSITION, SAMPLES, SINCE, STAGE, Words
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
 from holdfast.loader.fetch import Caught, SampleFailed, Trouble, errors, everything
 from holdfast.loader.tree import differing
-from holdfast.local.protocol.pulse import POSITION, SAMPLES, SINCE, STAGE, new_words
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture
-from holdfast.shm.pack import is_plain
+from holdfast.shm.pack import bytes_of, is_plain
 from holdfast.shm.slot_writer import CODES
 
 # Edge bytes of a leaf that go into its fingerprint, and children of a node.
@@ -49,9 +50,18 @@ Snapshot = tuple[int, int, int, bytes]
 # Of an epoch that was left: its seed, batches that were asked for (or all), their fingerprint, and the last snapshot.
 Left = tuple[int, int, int, Snapshot | None]
 WHOLE = -1
-# What the epochs before have made of the dataset, nothing if all is as before; False where not all of it can be given
-# on, None where nothing is said of it.
-Moved = bytes | Literal[False] | None
+
+
+class Sure(IntEnum):
+    """Whether what is given on of a dataset is all that has changed of it."""
+
+    SEEN = 0
+    NOT_SEEN = 1  # not all of it could be looked at
+    LOST = 2  # no: something has changed that cannot be given on
+
+
+# What the epochs before have made of the dataset, nothing if all is as before; None where nothing is said of it.
+Moved = tuple[bytes, Sure] | None
 # Of a stream: the fingerprint of its batches in this epoch, the last snapshot of it, epochs that moved it before, and
 # before these, what whole ones have made of the dataset.
 Place = tuple[int, Snapshot | None, Sequence[Left], bytes]
@@ -69,7 +79,7 @@ class StreamFetcher:
         policy: Policy,
         seed: Callable[[int], None],
         *,
-        words: Any = None,
+        words: Words | None = None,
         catch: Callable[[], Caught] = errors,
     ) -> None:
         self._dataset = dataset
@@ -78,7 +88,7 @@ class StreamFetcher:
         self._drop_last = drop_last
         self._policy = policy
         self._seed = seed
-        self._words: memoryview = new_words() if words is None else words
+        self._words: Words = [0] * JOB_WORDS if words is None else words
         self._catch = catch
         self._kind: type[BaseException] = BaseException if catch is everything else Exception
         self._items: Iterator[Any] | None = None
@@ -332,4 +342,4 @@ def _edges(tensor: torch.Tensor) -> bytes:
     flat = tensor.reshape(-1)
     edge = max(1, _EDGE // tensor.element_size())
     ends = torch.cat((flat[:edge], flat[-edge:])) if len(flat) > 2 * edge else flat.resolve_conj().resolve_neg()
-    return ends.contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes(bytes_of(ends))

@@ -4,24 +4,64 @@ Made by whoever submits; from then on the dispatcher's thread owns it, and the u
 """
 
 import os
+from _thread import RLock, allocate_lock
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
+from contextlib import suppress
 from typing import Any
 
+from holdfast.errors import WrongProcess
 from holdfast.pool.call_codec import Letter
 from holdfast.pool.progress import Tracker
 from holdfast.shm import forks
+
+
+class FutureLock(RLock):  # type: ignore[misc]  # typeshed has it final, which it is not
+    """What a future does under its lock is done whole; and who waits for it is woken.
+
+    A signal handler may raise at the start of any Python function, and threading.Condition has such between its lock
+    and the `with`: the lock would stay taken for ever, and the pool's thread would wait for it. Here both are C.
+    """
+
+    def __init__(self) -> None:
+        self.bells: list[Any] = []
+
+    def notify_all(self) -> None:
+        """The future is settled. In whatever thread, under the lock."""
+        while self.bells:
+            self.bells.pop().release()
+
+
+class InheritedLock:
+    """In a forked child, in the place of all locks of futures: those of the parent's may be held there by a thread that
+    there is not here, and nobody here will ever settle one.
+    """
+
+    def __get__(self, future: "PoolFuture", kind: type | None = None) -> Any:
+        owner, here = future._owner, os.getpid()
+        if owner not in (0, here):
+            if future._state in (PENDING, RUNNING):
+                raise forks.wrong_process("future", owner, "ask for the result where the task was submitted")
+            if future._state == CANCELLED:
+                future._state = CANCELLED_AND_NOTIFIED
+            future._owner = here
+            self.__set__(future, FutureLock())
+        return vars(future)["_condition"]
+
+    def __set__(self, future: "PoolFuture", lock: Any) -> None:
+        vars(future)["_condition"] = lock
 
 
 class PoolFuture(Future[Any]):
     """A future that can be cancelled while its task runs: the worker is killed, and another takes its place."""
 
     def __init__(self) -> None:
+        self._owner = 0
         super().__init__()
+        self._condition: Any = FutureLock()
         self._withdraw: Callable[[int], None] | None = None
         self._number = 0
-        self._owner = 0
 
     def on_cancel(self, withdraw: Callable[[int], None], number: int, owner: int) -> None:
         """`withdraw(number)` is called, in the thread that cancels, when a running task is not wanted any more.
@@ -34,20 +74,29 @@ class PoolFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         if self._state != FINISHED:
-            self._check_process()
-        return super().result(timeout)
+            self._wait(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if self._state != FINISHED:
-            self._check_process()
-        return super().exception(timeout)
+            self._wait(timeout)
+        return super().exception()
 
-    def _check_process(self) -> None:
-        """In a forked child nobody will ever settle it."""
-        if self._state in (PENDING, RUNNING) and os.getpid() != self._owner:
-            raise forks.wrong_process("future", self._owner, "ask for the result where the task was submitted")
+    def _wait(self, timeout: float | None) -> None:
+        """Until it is settled. No lock is held meanwhile: what a signal handler raises leaves none taken."""
+        bells, bell = self._condition.bells, allocate_lock()
+        bell.acquire()
+        bells.append(bell)  # before the look at the state: who settles it comes after this, or was seen
+        try:
+            if self._state in (PENDING, RUNNING) and not bell.acquire(timeout=_patience(timeout)):
+                raise TimeoutError
+        finally:
+            with suppress(ValueError):
+                bells.remove(bell)
 
     def cancel(self) -> bool:
+        if self._owner not in (0, os.getpid()):
+            return False  # a forked child
         with self._condition:
             withdraw = self._withdraw if self._state == RUNNING else None
             self._withdraw = None if withdraw is not None else self._withdraw
@@ -65,6 +114,12 @@ class PoolFuture(Future[Any]):
         self._invoke_callbacks()  # type: ignore[attr-defined]
         return True
 
+    def __repr__(self) -> str:
+        try:
+            return super().__repr__()
+        except WrongProcess:
+            return f"<PoolFuture of process {self._owner}>"
+
     def settle(self, result: Any, error: BaseException | None) -> bool:
         """The outcome; False when it was cancelled meanwhile, and nobody wants it."""
         with self._condition:
@@ -79,10 +134,21 @@ class PoolFuture(Future[Any]):
         return True
 
 
+def _patience(timeout: float | None) -> float:
+    """As a lock takes it."""
+    return -1 if timeout is None else max(0.0, timeout)
+
+
+def close_futures_in_child() -> None:
+    """In a forked child, before anything else runs there."""
+    PoolFuture._condition = InheritedLock()
+
+
 class Call:
     """`number`: of all calls of this pool, from 0 on. `lives`: how often it may be begun.
 
-    `items`: how many items of a map it has, of which `first` is the first; 0 for a single call.
+    `items`: how many items of a map it has, of which `first` is the first; 0 for a single call. `args`: nothing, where
+    `letter` was cut from another one.
     """
 
     __slots__ = (
@@ -137,7 +203,8 @@ class Call:
 
     def part(self, number: int, begin: int, end: int) -> "Call":
         """Some items of a chunk, as a chunk."""
-        return self._like(number, (self.args[0][begin:end],), self.said, self.lives, end - begin, self.first + begin)
+        args = (self.args[0][begin:end],) if self.args else ()
+        return self._like(number, args, self.said, self.lives, end - begin, self.first + begin)
 
     def alone(self, number: int, item: int, tried: int = 0) -> "Call":
         """One item of a chunk, as a call; `tried`: it has been begun that often."""
@@ -159,6 +226,13 @@ class Call:
             first=first,
             tracker=self.tracker,
         )
+
+    def cut_from(self, chunk: "Call") -> "Call":
+        """A part of this chunk: its items are those that were packed, whatever the caller has made of them since."""
+        assert chunk.letter is not None
+        self.letter = chunk.letter.cut(self.first - chunk.first, self.items, self.lives)
+        self.args = ()
+        return self
 
     def close(self) -> None:
         """It is done with, one way or another: let go of what it holds."""

@@ -4,6 +4,9 @@ Small ones travel in a letter box of the worker. Large ones (an array among the 
 own: written once by the trainer, mapped privately by the worker, which sees it without copying it; what a task keeps or
 changes of it is its own. The worker opens the file by its path in /proc, so no descriptor has to be sent.
 
+**What is sent once more of a chunk** is cut from its letter: the same bytes, and which items of them. The caller may
+use its objects again meanwhile.
+
 **What is defined in `__main__`** is pickled by its name where a worker knows it by that name, as pickle does it: then
 globals that an initializer has set are the ones that the task sees. Where a worker does not know it (defined after the
 pool was started, in a notebook, on stdin, a lambda, a closure), it travels by value, with cloudpickle.
@@ -19,17 +22,18 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 
-from holdfast.local.trainer import keeper_birth
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import Packer, unpack
+from holdfast.shm.pack import Packer, main_is_importable, unpack
 from holdfast.shm.slot_writer import ALIGN, FileSpace
 
-_HEAD = struct.Struct("<13q")
+_HEAD = struct.Struct("<14q")
 # Beyond this, a file: no letter box is too small for less, and below it mapping a file costs more than copying.
 INLINE = 256 << 10
 _SIMPLE = frozenset((int, float, complex, str, bytes, bool, type(None)))
 # Containers up to this length are looked into for the short way.
 _SHORT = 8
+# `cut` of a letter that nothing was cut from.
+WHOLE = -1
 
 
 class Head(NamedTuple):
@@ -40,6 +44,7 @@ class Head(NamedTuple):
     allowed_ns: int
     memory: int
     items: int  # of a chunk; 0 for a single call
+    cut: int  # where in a chunk that was packed before these items begin, or that single call stands; or WHOLE
     by_value: int
     size: int
     fd: int
@@ -50,13 +55,27 @@ class Head(NamedTuple):
     spec_bytes: int
 
 
+class _File:
+    """Of a large letter, and of those that were cut from it: the last one that is closed closes it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.letters = 1
+
+    def close(self) -> None:
+        self.letters -= 1
+        if not self.letters:
+            os.close(self.fd)
+
+
 class Letter:
     """A packed call. Which process: the trainer. `close` when no worker will read it any more."""
 
-    def __init__(self, head: Head, content: bytes) -> None:
+    def __init__(self, head: Head, content: bytes, file: _File | None = None) -> None:
+        self._head = head
         self._numbers = head[1:]
-        self._fd = head.fd
         self._content = content
+        self._file = _File(head.fd) if file is None and head.fd >= 0 else file
 
     def payload(self, attempt: int) -> bytes:
         """For this attempt at it."""
@@ -65,12 +84,23 @@ class Letter:
     @property
     def large(self) -> bool:
         """It has a file of its own."""
-        return self._fd >= 0
+        return self._head.fd >= 0
+
+    @property
+    def is_cut(self) -> bool:
+        return self._head.cut != WHOLE
+
+    def cut(self, begin: int, items: int, attempts: int) -> "Letter":
+        """Some of its items as a chunk, or one as a single call."""
+        head, file = self._head, self._file
+        if file is not None:
+            file.letters += 1
+        return Letter(head._replace(attempts=attempts, items=items, cut=max(head.cut, 0) + begin), self._content, file)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def head_of(payload: memoryview) -> Head:
@@ -93,6 +123,9 @@ def open_letter(head: Head, payload: memoryview) -> tuple[Any, tuple[Any, ...], 
             os.close(fd)
         call = unpack(memory.view, *spec, memory.export)
     fn, args, kwargs = call
+    if head.cut != WHOLE:
+        items = args[0]
+        args = (items[head.cut : head.cut + head.items],) if head.items else items[head.cut]
     return fn, args, kwargs
 
 
@@ -143,7 +176,7 @@ class MainModule:
             named = {n: o for n, o in vars(main).items() if isinstance(o, FunctionType | type)}
             self._known.update({n: o for n, o in named.items() if o.__module__ == "__main__"})
         else:
-            self.all = keeper_birth.main_is_importable()
+            self.all = main_is_importable()
 
     def knows(self, thing: Any) -> bool:
         """True when a worker finds the same thing under its name."""
@@ -175,7 +208,7 @@ class LetterWriter(Packer):
         if self._short_way and fn.__closure__ is None and all(type(arg) in _SIMPLE for arg in args):
             content = _briefly(fn, args)
             if content is not None:
-                return Letter(Head(0, *limits, not self.main.all, 0, -1, 0, 0, 0, 0, len(content)), content)
+                return Letter(Head(0, *limits, WHOLE, not self.main.all, 0, -1, 0, 0, 0, 0, len(content)), content)
         envelope = self._envelope = Envelope()
         try:
             spec = self.pack((fn, args, kwargs), envelope)
@@ -184,7 +217,7 @@ class LetterWriter(Packer):
             raise
         inode = os.fstat(envelope.fd).st_ino if envelope.fd >= 0 else 0
         file = (envelope.size, envelope.fd, inode, os.getpid())
-        return Letter(Head(0, *limits, not self.main.all, *file, *spec), bytes(envelope.content))
+        return Letter(Head(0, *limits, WHOLE, not self.main.all, *file, *spec), bytes(envelope.content))
 
     def _is_short(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A known function, called with what cannot hold anything of `__main__`: no need to look twice."""

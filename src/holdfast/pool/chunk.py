@@ -15,9 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from holdfast.local.protocol.pulse import JOURNAL_BYTES, JOURNALLED, SLOT
-from holdfast.local.protocol.wire import Kind
-from holdfast.local.worker.loop import Reply
+from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, SLOT, Reply, ReplyKind
 from holdfast.pool.call_codec import is_brief
 from holdfast.shm.memory import new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
@@ -85,7 +83,7 @@ class Results:
         """All are there."""
         table = bytes(self._slot.view[_BEGUN.size : self._end])
         where = self._put(table)
-        kind = Kind.BATCH if self._file < 0 else Kind.BATCH_IN_FILE
+        kind = ReplyKind.BATCH if self._file < 0 else ReplyKind.BATCH_IN_FILE
         return Reply(kind, where, 0, len(table), 0, self._file)
 
 

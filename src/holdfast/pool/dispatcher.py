@@ -14,20 +14,21 @@ import os
 import threading
 import time
 from collections import deque
+from typing import cast
 
 from holdfast.core.autoscale import Autoscale
+from holdfast.core.host import HasPulses, Host, KeepsJournals, Result, WorkerProcess
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Drawn, Rested, Send, Withdrawn
+from holdfast.core.messages import BootFailed, Drawn, Lost, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken
-from holdfast.local.trainer.local_host import LocalHost
-from holdfast.local.trainer.worker_channel import WorkerHandle
-from holdfast.pool.call import Call
+from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.call_codec import LetterWriter
 from holdfast.pool.narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import PoolWatch
 from holdfast.pool.settle import Settler
+from holdfast.shm import forks
 
 # Tasks that take less than this are sent many at a time: waking a worker takes as long.
 BRISK_S = 0.002
@@ -42,7 +43,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        host: LocalHost,
+        host: Host,
         ledger: Ledger,
         autoscale: Autoscale,
         writer: LetterWriter,
@@ -52,6 +53,7 @@ class Dispatcher:
         numbers: "itertools.count[int]",
     ) -> None:
         self._host = host
+        self._journals = host if isinstance(host, KeepsJournals) else None
         self._ledger = ledger
         self._writer = writer
         self._narrator = narrator
@@ -86,8 +88,9 @@ class Dispatcher:
     def start(self) -> None:
         """The keeper is forked here, by the thread that submits: workers know what it knows."""
         try:
+            forks.watch(self)
             self._host.open()
-            self._record.workers.begin(self._host.pulses)
+            self._record.workers.begin(self._host.pulses if isinstance(self._host, HasPulses) else ())
             self.thread.start()
         except BaseException:
             self._give_up()
@@ -97,6 +100,7 @@ class Dispatcher:
         """Something was refused at the start, or interrupted it: the thread may have begun all the same."""
         if self._claim.acquire(blocking=False):
             self._over = True
+            forks.forget(self)
             self._record.workers.end()
             self._host.close(0.0)
         else:
@@ -135,8 +139,12 @@ class Dispatcher:
             return  # a forked child: it has no part in this, and the bell's descriptor may be anything there
         with self._lock:
             if not self._over:
-                self._asleep = False
-                self._host.ring()
+                try:
+                    self._asleep = False
+                    self._host.ring()
+                except BaseException:  # of a signal handler, before the bell has rung: whoever comes next rings it
+                    self._asleep = True
+                    raise
 
     def finish(self) -> None:
         """The interpreter ends: what was submitted is still done, as with the standard library's pools."""
@@ -148,10 +156,14 @@ class Dispatcher:
         if self._owner == os.getpid() and threading.current_thread() is not self.thread:
             self.thread.join()
 
+    def close_in_child(self) -> None:
+        """In a forked child of the trainer: there is no thread there that settles futures."""
+        close_futures_in_child()
+
     @property
-    def handles(self) -> list[WorkerHandle]:
+    def handles(self) -> list[WorkerProcess]:
         """What others may know of the worker processes, as far as they were needed."""
-        return [handle for i, handle in enumerate(self._host.workers) if self._host.has_life(i)]
+        return [handle for handle in self._host.workers if handle.has_life]
 
     def stats(self) -> PoolStats:
         """Totals so far, and how many calls are with workers, and wait, right now."""
@@ -167,7 +179,7 @@ class Dispatcher:
         if not self._claim.acquire(blocking=False):
             return  # nobody wants it any more
         try:
-            self._supervisor.open()
+            self._supervisor.open(time.monotonic())
             while not self._is_over():
                 self._supervisor.step(self._patience())
                 self._feed()  # first of all: a worker waits
@@ -264,7 +276,8 @@ class Dispatcher:
             call = self._waiting.popleft()
             if not call.future.set_running_or_notify_cancel():
                 self._counts["cancelled"] += 1
-            elif self._put_down(call):
+                call.close()
+            elif call.letter is not None or self._put_down(call):
                 self._written.append(call)
                 return True
         return False
@@ -306,18 +319,19 @@ class Dispatcher:
             self._narrator.incident(supervisor.notes.popleft())
         if supervisor.ready:
             self._count(len(supervisor.ready))
-            self._settler.journals = self._host.take_journals()
+            if self._journals is not None:
+                self._settler.journals = self._journals.take_journals()
         while supervisor.ready:
             number, result = supervisor.ready.popleft()
             call = self._calls.pop(number, None)
             if call is None:
-                self._host.discard(result)
+                _discard(result)
             else:
                 self._settler.open(call, result)
         stop = supervisor.stop
         if stop is not None and self.broken is None:
             if isinstance(stop.event, BootFailed):
-                raised = self._host.take_out(stop.event.result)
+                raised = cast(Result, stop.event.result).open()
                 self._break(self._narrator.boot_failure(raised, stop.event.worker))
             else:
                 self._break(self._narrator.stop(stop))
@@ -341,6 +355,7 @@ class Dispatcher:
                 self._narrator.incident(silence)
         finally:
             self._settle_the_rest()
+            forks.forget(self)
             self.watch.end()
             atexit.unregister(self.finish)
 
@@ -353,6 +368,7 @@ class Dispatcher:
                 call.future.cancel()
             if call.future.set_running_or_notify_cancel():
                 self._settler.done(call, None, self._last_words(call))
+            call.close()
         self._waiting.clear()
 
     def _last_words(self, call: Call) -> HoldfastError:
@@ -366,3 +382,9 @@ class Dispatcher:
 
 def _is_large(call: Call) -> bool:
     return call.letter is not None and call.letter.large
+
+
+def _discard(result: object) -> None:
+    """Nobody wants it any more."""
+    if not isinstance(result, Lost):
+        cast(Result, result).discard()

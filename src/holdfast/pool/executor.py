@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.core.autoscale import Autoscale
+from holdfast.core.host import HostMaker, KnowsMemory, WorkerProcess
 from holdfast.core.ledger import Ledger
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import PoolStats, to_dict
 from holdfast.errors import HoldfastError
-from holdfast.local.keeper.memory_budget import growth_bytes
 from holdfast.local.trainer.local_host import LocalHost
-from holdfast.local.trainer.worker_channel import WorkerHandle
 from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
 from holdfast.pool.call_codec import LetterWriter, MainModule
@@ -33,6 +32,7 @@ from holdfast.pool.job import PoolJob
 from holdfast.pool.narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import Show, Tracker
 from holdfast.shm import forks
+from holdfast.system.cgroups import growth_bytes
 
 # Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
 # alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
@@ -47,6 +47,8 @@ class Pool(Executor):
     policy: `retries`, `retry_on`, `retry_delay` for calls that raise or are lost; `sample_timeout`: seconds for a call;
     `worker_memory`: for a worker. None: no retries, and HOLDFAST_* variables for the rest.
     """
+
+    _host_maker: ClassVar[HostMaker] = LocalHost
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class Pool(Executor):
         return self._workers
 
     @property
-    def _processes(self) -> dict[int, WorkerHandle]:
+    def _processes(self) -> dict[int, WorkerProcess]:
         handles = self._dispatcher.handles if self._dispatcher is not None else []
         return {handle.pid or -1 - i: handle for i, handle in enumerate(handles)}
 
@@ -231,7 +233,7 @@ class Pool(Executor):
         depth = DEPTH if self._share is None else 1
         calls: dict[int, Call] = {}
         growth = growth_bytes(policy.worker_bytes, self._workers)
-        host = LocalHost(
+        host = self._host_maker(
             self._workers,
             depth,
             self._job,
@@ -243,7 +245,8 @@ class Pool(Executor):
         # Attempts are counted, nobody is judged: a task that may not run twice must not, whoever killed its worker.
         plain = replace(policy, bad_sample="raise")
         autoscale = Autoscale(self._workers, self._workers, adapt=False)
-        autoscale.room(*host.room)
+        if isinstance(host, KnowsMemory):
+            autoscale.room(*host.room)
         allowed = autoscale.allowed.workers
         ledger = Ledger(self._workers, depth, plain, in_order=False, allowed=allowed, share=self._share, even=True)
         narrator = PoolNarrator(self._record, policy, growth, self._method, calls)

@@ -10,7 +10,7 @@ standard library, whether somebody takes the results or not.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from itertools import islice
 from typing import Any
 
@@ -111,11 +111,7 @@ class Feed:
         """The result of the first of them; it is taken away when it is there."""
         future = futures[0]
         try:
-            result = future.result(timeout)
-        except Exception as error:
-            if not self._return_exceptions or not future.done():
-                raise
-            result = error
+            result = _outcome(future, timeout) if self._return_exceptions else future.result(timeout)
         finally:
             if future.done():
                 futures.popleft()
@@ -138,6 +134,15 @@ class Feed:
                 _cancel([Part(self.futures.popleft(), self._several)])
             if self._tracker is not None:
                 self._tracker.finish()
+
+
+def _outcome(future: Future[Any], timeout: float | None) -> Any:
+    """Its result or its exception. What is raised meanwhile is neither: a signal handler's, say."""
+    try:
+        error = future.exception(timeout)
+    except CancelledError as cancelled:
+        return cancelled
+    return error if isinstance(error, Exception) else future.result()
 
 
 def _cancel(outcomes: Iterable[Any]) -> None:

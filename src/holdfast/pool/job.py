@@ -14,17 +14,13 @@ from typing import Any
 import cloudpickle
 import torch
 
+from holdfast.core.host import ALLOWED, RETRIES, JobContext, Output, Reply, ReplyKind
 from holdfast.core.messages import Stage
-from holdfast.local.protocol.pulse import ALLOWED, RETRIES, Pulse
-from holdfast.local.protocol.wire import Kind
-from holdfast.local.trainer import keeper_birth
-from holdfast.local.worker.loop import Reply, error_reply
 from holdfast.pool.call_codec import Head, head_of, open_letter
 from holdfast.pool.chunk import UNOPENED, Results
-from holdfast.remote_exception import Raised, capture
+from holdfast.remote_exception import Raised, capture, error_reply
 from holdfast.shm.memory import new_file
-from holdfast.shm.pack import Packer
-from holdfast.shm.slot_claims import SlotClaims
+from holdfast.shm.pack import Packer, main_is_importable
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system import linux
 from holdfast.system.evidence import Facts, Sign
@@ -46,7 +42,7 @@ class CallFailure:
 
 
 class PoolJob:
-    """See local/worker/loop.py for who calls what when."""
+    """See core/host.py for who calls what when."""
 
     def __init__(
         self,
@@ -59,12 +55,13 @@ class PoolJob:
         self._initargs = initargs
         self._retry_on = retry_on
         self._retry_delay = retry_delay
-        self._pulse: Pulse
+        self._context: JobContext[SlotSpace]
+        self._output: Output[SlotSpace]
         self._packer: Packer
 
     def __getstate__(self) -> dict[str, Any]:
         """In the trainer, while a keeper is being spawned: by value what would not be found there by its name."""
-        if keeper_birth.main_is_importable():
+        if main_is_importable():
             return vars(self)
         by_value = cloudpickle.dumps((self._initializer, self._retry_on))
         return {**vars(self), "_initializer": None, "_retry_on": (), "_by_value": by_value}
@@ -75,12 +72,12 @@ class PoolJob:
         if by_value is not None:
             self._initializer, self._retry_on = pickle.loads(by_value)
 
-    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
-        self._pulse = pulse
+    def boot(self, worker: int, life: int, context: JobContext[SlotSpace]) -> None:
+        self._context, self._output = context, context.output
         self._packer = Packer()
         # Threads of OpenMP do not survive a fork, and as many workers as processors need no more.
         torch.set_num_threads(1)
-        pulse.enter(Stage.INIT)
+        context.enter(Stage.INIT)
         if self._initializer is not None:
             try:
                 self._initializer(*self._initargs)
@@ -89,32 +86,32 @@ class PoolJob:
                 logging.getLogger("concurrent.futures").critical("Exception in initializer:", exc_info=True)
                 raise
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int) -> Reply:
         head = head_of(payload)
         if head.items:
-            return self._run_chunk(head, payload, claims.space())
+            return self._run_chunk(head, payload, self._output.space())
         attempt = head.attempt
         while True:
-            self._pulse.words[ALLOWED] = head.allowed_ns
-            self._pulse.enter(Stage.FETCH)
+            self._context.words[ALLOWED] = head.allowed_ns
+            self._context.enter(Stage.FETCH)
             attempt += 1
-            done = self._attempt(head, payload, attempt, claims)
+            done = self._attempt(head, payload, attempt)
             if isinstance(done, Reply):
                 return done
             failure, again = done
             if not again or attempt >= head.attempts:
-                space = claims.space()
+                space = self._output.space()
                 space.clear()
                 return error_reply(self._packer, failure, space)
             self._rest(attempt)
 
     def _rest(self, attempt: int) -> None:
-        self._pulse.words[RETRIES] += 1
+        self._context.words[RETRIES] += 1
         time.sleep(self._retry_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
 
     def _run_chunk(self, head: Head, payload: memoryview, space: SlotSpace) -> Reply:
         """Each item has its own time, its own attempts and its own outcome. See pool/chunk.py."""
-        pulse = self._pulse
+        pulse = self._context
         pulse.words[ALLOWED] = head.allowed_ns
         pulse.enter(Stage.FETCH, UNOPENED)
         try:
@@ -124,7 +121,7 @@ class PoolJob:
         try:
             results = Results(self._packer, space, pulse.words, head.items)
         except Full as error:  # so many that their table does not fit: they are sent again as two halves
-            return error_reply(self._packer, _unopened(error, head, 1), space)
+            return error_reply(self._packer, CallFailure(capture(error), Stage.BOOT, 1), space)
         for position, args in enumerate(items):
             pulse.enter(Stage.FETCH, position)
             results.begin(position)
@@ -144,7 +141,7 @@ class PoolJob:
         while issubclass(type(error), self._retry_on) and attempt < head.attempts:
             self._rest(attempt)
             attempt += 1
-            self._pulse.enter(Stage.FETCH, position)
+            self._context.enter(Stage.FETCH, position)
             try:
                 fn, (items,), _ = open_letter(head, payload)  # its arguments as they were
                 return fn(*items[position]), attempt - 1
@@ -152,9 +149,7 @@ class PoolJob:
                 error = other
         return CallFailure(capture(error), Stage.FETCH, attempt), -1
 
-    def _attempt(
-        self, head: Head, payload: memoryview, attempt: int, claims: SlotClaims
-    ) -> Reply | tuple[CallFailure, bool]:
+    def _attempt(self, head: Head, payload: memoryview, attempt: int) -> Reply | tuple[CallFailure, bool]:
         """The reply; or what went wrong, and whether it is worth another attempt."""
         try:
             fn, args, kwargs = open_letter(head, payload)
@@ -168,22 +163,19 @@ class PoolJob:
                 text = f"RLIMIT_DATA was its growth by {head.memory >> 20} MiB"
                 known = Facts((text,), frozenset({Sign.DATA_LIMITED}))
             return CallFailure(capture(error, known), Stage.FETCH, attempt), issubclass(type(error), self._retry_on)
-        self._pulse.enter(Stage.SEND)
+        self._context.enter(Stage.SEND)
         content = (attempt - 1 or None, result)
         fd = -1
         try:
             try:
-                return Reply(Kind.BATCH, *self._packer.pack(content, claims.space()))
+                return Reply(ReplyKind.BATCH, *self._packer.pack(content, self._output.space()))
             except Full:
                 fd = new_file("result", 0)
-                return Reply(Kind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)
+                return Reply(ReplyKind.BATCH_IN_FILE, *self._packer.pack(content, FileSpace(fd)), 0, fd)
         except BaseException as error:  # user code again: __reduce__, __getstate__; or there is no room for a file
             if fd >= 0:
                 os.close(fd)
             return CallFailure(capture(error), Stage.SEND, attempt), False
-
-    def pack_error(self, error: Raised, space: SlotSpace) -> Reply:
-        return keeper_birth.pack_error(error, space)
 
 
 def _unopened(error: BaseException, head: Head, attempt: int) -> CallFailure:

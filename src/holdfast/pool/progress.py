@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from holdfast.diagnose.run_folder import TOTALS_S, RunFolder
 from holdfast.diagnose.stats import PoolStats
+from holdfast.system.signals import raised_by_handler
 
 log = logging.getLogger("holdfast")
 # Seconds between two looks: at a terminal, in a log file, and for a function.
@@ -78,6 +79,16 @@ def rewrite(file: TextIO, text: str, end: str = "") -> None:
     file.flush()
 
 
+def is_terminal(file: Any) -> bool:
+    """No, if it does not say so: what a program has put in the place of a stream may know less than a file."""
+    try:
+        return bool(file.isatty())
+    except Exception as error:  # it has no such method, is closed, or is user code
+        if raised_by_handler(error):
+            raise
+        return False
+
+
 Show = Callable[[Progress], object]
 
 
@@ -86,8 +97,7 @@ def on_stderr() -> tuple[Show, float]:
     file = getattr(sys, "stderr", None)
     if file is None:
         return lambda progress: None, LOG_S
-    # What a program has put there may know less than a file.
-    if hasattr(file, "isatty") and file.isatty():
+    if is_terminal(file):
         return lambda progress: rewrite(file, str(progress), "\n" if progress.over else ""), TERMINAL_S
     return lambda progress: print(progress, file=file, flush=hasattr(file, "flush")), LOG_S
 

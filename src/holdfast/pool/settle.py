@@ -3,11 +3,10 @@
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
+from holdfast.core.host import Host, Result
 from holdfast.core.messages import Cause, Lost
-from holdfast.local.trainer.local_host import LocalHost
-from holdfast.local.trainer.worker_channel import SlotResult
 from holdfast.pool.call import Call
 from holdfast.pool.chunk import UNOPENED, ItemFailed, ItemOutcome, Part, left_by, unfold
 from holdfast.pool.job import CallFailure
@@ -25,7 +24,7 @@ class Settler:
 
     def __init__(
         self,
-        host: LocalHost,
+        host: Host,
         narrator: PoolNarrator,
         numbers: "itertools.count[int]",
         again: Callable[[Call], None],
@@ -44,17 +43,17 @@ class Settler:
         if isinstance(result, Lost):
             self._lost(call, result)
             return
-        assert isinstance(result, SlotResult)
+        result = cast(Result, result)
         try:
             several = call.items and not result.failed
-            content = self._host.take_out(result, read=unfold if several else unpack)
+            content = result.open(read=unfold if several else unpack)
         except BaseException as error:  # user code: __setstate__
             self.done(call, None, self._narrator.unreadable(call, error))
             return
-        if result.failed and content.unknown:
+        if result.failed and content.unknown and not _is_cut(call):
             self._rewrite(call)
         elif result.failed and call.items > 1:
-            self._halve(call)
+            self._halve(call, opened=not content.unopened)
         elif result.failed:
             self.done(call, None, self._failure(call, content, result.worker))
         elif call.items:
@@ -130,21 +129,28 @@ class Settler:
                 told.append(ItemFailed(self._narrator.lost(guilty, lost)))
             else:
                 self._counts["retries"] += 1
-                told.append(Part(guilty.future, False))
-                self._again(guilty)
+                told.append(self._once_more(guilty.cut_from(call)))
         if len(told) < call.items:
-            told.append(self._part(call, len(told), call.items))
+            told.append(self._once_more(self._part(call, len(told), call.items).cut_from(call)))
         self._settle(call, told)
 
-    def _halve(self, call: Call) -> None:
-        """Something in it cannot be pickled, or opened, and no item has begun: the other half need not suffer."""
-        middle = call.items // 2
-        self._settle(call, [self._part(call, 0, middle), self._part(call, middle, call.items)])
+    def _halve(self, call: Call, opened: bool = False) -> None:
+        """Something in it cannot be pickled, or opened, and no item has begun: the other half need not suffer.
 
-    def _part(self, call: Call, begin: int, end: int) -> Part:
-        part = call.part(next(self._numbers), begin, end)
+        Where it was `opened` before, it was not that: then both halves are what was packed.
+        """
+        middle = call.items // 2
+        halves = [self._part(call, 0, middle), self._part(call, middle, call.items)]
+        if opened or _is_cut(call):
+            halves = [half.cut_from(call) for half in halves]
+        self._settle(call, [self._once_more(half) for half in halves])
+
+    def _part(self, call: Call, begin: int, end: int) -> Call:
+        return call.part(next(self._numbers), begin, end)
+
+    def _once_more(self, part: Call) -> Part:
         self._again(part)
-        return Part(part.future, True)
+        return Part(part.future, bool(part.items))
 
     def _settle(self, call: Call, told: list[Any]) -> None:
         call.close()
@@ -152,3 +158,7 @@ class Settler:
             here = [outcome for outcome in told if type(outcome) is not Part]
             call.tracker.ended(len(here), sum(type(outcome) is ItemFailed for outcome in here))
         self._counts["done" if call.future.settle(told, None) else "cancelled"] += 1
+
+
+def _is_cut(call: Call) -> bool:
+    return call.letter is not None and call.letter.is_cut

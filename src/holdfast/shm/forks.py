@@ -1,12 +1,13 @@
 """What happens when the trainer forks while loaders, pools or ranks are open.
 
-A child has no part in them. It must not keep our descriptors (workers would never see the end of their pipes), must not
-end our workers, nor write into the pages that it shares with them; and it must go on seeing the batches that were out
-at that moment as they were. So whatever is open is closed in the child before anything else runs there, and using it
+A child has no part in them. It must not keep our descriptors, or workers would never see the end of their pipes. It
+must not end our workers, nor write into the pages that it shares with them. And it must go on seeing the batches that
+were out at that moment as they were. So the child closes whatever is open before anything else runs there, and using it
 raises `WrongProcess`.
 
 `os.register_at_fork` knows no context, so this module holds the one piece of state that the package has at module
-level: what is open. Any thread may fork, at any moment of the others: nothing here relies on what they have finished.
+level: what is open. Any thread may fork, at any moment of the others. So nothing here relies on what they have
+finished.
 """
 
 import os
@@ -28,11 +29,21 @@ class Forkable(Protocol):
         """Descriptors are the child's own, all else is shared. Another thread may have been anywhere in this object."""
 
 
+class _Fork:
+    """One that is under way."""
+
+    def __init__(self, guard: ForkGuard | None) -> None:
+        self.guard = guard
+        self.done = False  # in the parent
+
+
 # (Plain sets: a copy of one is one step, while a WeakSet is gone through in Python, and other threads add to it.)
 _open: "set[weakref.ref[Forkable]]" = set()
 _slots: "set[weakref.ref[Slots]]" = set()  # also of hosts that are closed: users keep batches
-_guards: dict[int, list[ForkGuard | None]] = {}  # by thread, between `before` and `after` of its forks
+_guards: dict[int, list[_Fork]] = {}  # by thread, between `before` and `after` of its forks
 _hooked: list[bool] = []
+# Where a signal handler that raised has cut `before` short.
+_NONE = [_Fork(None)]
 
 
 def watch(opened: Forkable) -> None:
@@ -40,6 +51,8 @@ def watch(opened: Forkable) -> None:
     if not _hooked:
         _hooked.append(True)
         os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+        # A signal handler that raises in the first one cuts it short, and Python goes on with the next one.
+        os.register_at_fork(after_in_parent=_surely_in_parent)
     _open.add(weakref.ref(opened, _open.discard))
 
 
@@ -67,33 +80,39 @@ def _living(refs: "Iterable[weakref.ref[T]]") -> list[T]:
 
 
 def _before() -> None:
+    forks = _guards.setdefault(threading.get_ident(), [])
+    while forks and forks[-1].done:  # nobody could take it away
+        forks.pop()
     slots = _living(_slots)
     guard = ForkGuard() if slots else None
-    _guards.setdefault(threading.get_ident(), []).append(guard)
+    forks.append(_Fork(guard))
     if guard is not None:
         for each in slots:
             each.guard(guard)
 
 
-def _mine() -> ForkGuard | None:
-    """The guard of the fork that this thread has just made."""
-    guards = _guards[threading.get_ident()]
-    guard = guards.pop()
-    if not guards:
-        del _guards[threading.get_ident()]
-    return guard
-
-
 def _in_parent() -> None:
-    guard = _mine()
-    if guard is not None:
+    fork = (_guards.get(threading.get_ident()) or _NONE)[-1]
+    if fork.done:
+        return
+    if fork.guard is not None:
         for slots in _living(_slots):
-            slots.guarded(guard)
-        guard.in_parent()
+            slots.guarded(fork.guard)
+        fork.guard.in_parent()
+    fork.done = True
+
+
+def _surely_in_parent() -> None:
+    _in_parent()
+    forks = _guards.get(threading.get_ident(), [])
+    if forks:
+        forks.pop()
+    if not forks:
+        _guards.pop(threading.get_ident(), None)
 
 
 def _in_child() -> None:
-    guard = _mine()
+    guard = (_guards.get(threading.get_ident()) or _NONE)[-1].guard
     if guard is not None:
         guard.in_child()
     _guards.clear()  # of threads that there are not here

@@ -5,11 +5,14 @@ machine's memory, since only touched pages cost anything. Mapped through libc an
 descriptor per mapping open; here the descriptor may be closed as soon as both sides have mapped the file.
 
 The mapping lives as long as the `Memory` object: whoever looks into it must hold on to that. No core dump has it.
+A signal handler that raises at that object's end leaves the mapping to the end of the next one, see `_unmap`.
 """
 
 import ctypes
 import os
 import weakref
+from collections import deque
+from typing import Any
 
 _PROT_READ_WRITE = 0x3
 _MAP_SHARED = 0x01
@@ -52,6 +55,24 @@ def new_file(name: str, size: int) -> int:
     return fd
 
 
+_mapped: dict[weakref.ref["Memory"], tuple[int, int, Any]] = {}  # address, size, and the second weak reference
+_ended: deque[weakref.ref["Memory"]] = deque()
+
+
+def _unmap(_: object, ended: Any = _ended, mapped: Any = _mapped, munmap: Any = _LIBC.munmap) -> None:
+    """A `Memory` has ended. `weakref.finalize` would forget it if a signal handler raised just then.
+
+    So the first callback is `deque.append`, which looks for no signals. This is the second: from the note to the system
+    call there is no other call, and what it does not come to is done at the next end.
+    """
+    while ended:
+        memory = ended[-1]
+        del ended[-1]
+        address, size, _ = mapped[memory]
+        del mapped[memory]
+        munmap(address, size)
+
+
 class Memory:
     """One mapped memory file."""
 
@@ -65,7 +86,8 @@ class Memory:
         self.address: int = address
         self.size = size
         self.view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        weakref.finalize(self, _LIBC.munmap, address, size).atexit = False
+        second = weakref.ref(self, _unmap)  # callbacks are called from the newest to the oldest
+        _mapped[weakref.ref(self, _ended.append)] = address, size, second
 
     def give_back(self, start: int, end: int) -> None:
         """Return the pages that lie wholly inside [start, end) to the system; they read as zeros again."""

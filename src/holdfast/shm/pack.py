@@ -1,8 +1,8 @@
 """A nested batch <-> (spec, buffers): pickle protocol 5, with the bulk out of band.
 
 The worker packs: the structure becomes a pickle, the *spec*; the bytes of tensors and arrays are put into a space
-(see shm/slot_writer.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
-that a kept label does not hold on to its batch; large ones are views, without a copy.
+(see shm/slot_writer.py) and noted in a table of (offset, size). The trainer unpacks: it copies small leaves out, so
+that a label that the user keeps does not hold on to its batch; large leaves are views, without a copy.
 
 Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec
 says just that; it is made once in the worker, and read once in the trainer.
@@ -12,10 +12,13 @@ kinds (quantized, subclasses, those that require grad) go torch's way, with thei
 """
 
 import io
+import os
 import pickle
 import struct
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copyreg import dispatch_table
 from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
@@ -100,9 +103,10 @@ def _as_torch_reduces(tensor: torch.Tensor) -> Any:
     return function, parts
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def bytes_of(tensor: torch.Tensor) -> Any:
     """The tensor's memory as a numpy array of bytes."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    dense = tensor.detach().contiguous()  # one of one element may have any stride, and counts as contiguous
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _array(raw: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
@@ -283,7 +287,11 @@ class Packer:
         if code is None:
             dense = tensor if tensor.is_contiguous() else _in_order(tensor)
             strides = None if dense is tensor else tensor.stride()
-            return _odd_tensor, (_buffer(_bytes_of(dense)), tensor.dtype, shape, strides)
+            try:
+                raw = bytes_of(dense)
+            except RuntimeError:  # torch cannot copy it: a dtype of a few bits
+                return _as_torch_reduces(tensor)
+            return _odd_tensor, (_buffer(raw), tensor.dtype, shape, strides)
         if not tensor.is_contiguous():
             array = tensor.numpy()
             order = _order_of_dense(array)
@@ -407,3 +415,30 @@ def _leaves(
             yield shared[start : start + size]
         else:
             yield bytearray(view[start : start + size])
+
+
+# The main module, where a process is spawned: what is pickled names its functions and classes.
+
+
+@contextmanager
+def true_main() -> Iterator[None]:
+    """A program that is read from stdin calls its file "<stdin>", and a new process would look for that in vain."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or os.path.exists(file):
+        yield
+        return
+    main.__file__ = None
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+def main_is_importable() -> bool:
+    """True when a new process can import the trainer's main module again; not from stdin, nor in a notebook."""
+    main = sys.modules.get("__main__")
+    if getattr(getattr(main, "__spec__", None), "name", None) is not None:
+        return True  # python -m
+    path = getattr(main, "__file__", None)
+    return path is not None and os.path.isfile(path)

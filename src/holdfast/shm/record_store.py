@@ -1,9 +1,9 @@
-"""RecordStore: records by index in memory common to many processes, bounded in bytes; readers never wait, nor do writers.
+"""RecordStore: records by index in memory that many processes share, bounded in bytes. Nobody ever waits.
 
     head | segments: generation, used, since | directory: a word per index | data: segment 0, segment 1, ...
 
-A segment is filled from its start, by one writer at a time: the one that has claimed it (see commons.py), for the time
-of one record. A record is complete before its directory word is written, in one store: *commit*. The word says
+A segment is filled from its start, by one writer at a time: the one that has claimed it (see shared_file.py), for the
+time of one record. A record is complete before its directory word is written, in one store: *commit*. The word says
 segment, generation and place; 0 means nothing. A reader takes the word, compares the generation with the segment's,
 copies the record out, and compares the generation again; only then does anybody look at what was copied.
 

@@ -1,20 +1,20 @@
 """SharedFile: memory that many processes see, parts of which one of them at a time may claim.
 
-A memory file (see memory.py) that forked children inherit and that a pickled *address* leads to. Whoever wants to write
-a part claims it first; nobody waits: a claim is granted at once or refused. It is a record lock of the kernel on one
-byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel releases it when
-the process is gone, however it went; two copies in one process exclude each other; and closing some other descriptor
-of the file does not drop it, as it would with the older kind. The price: a forked child holds the same open file.
-So the first thing that a child does here is to open the file again, under the same descriptor number.
+Forked children inherit the memory file (see memory.py); a pickled *address* leads other processes to it. A process
+claims a part before it writes there. Nobody waits: the kernel grants a claim at once or refuses it. A claim is a record
+lock on one byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel
+releases it when the process is gone, however it went. Two copies in one process exclude each other, and closing some
+other descriptor of the file does not drop the claim, as it would with the older kind of lock. The price: a forked child
+holds the same open file. So a child first opens the file again here, under the same descriptor number.
 
-A *seat* is claimed by each process for its life: a line of counters that it alone writes, so that sums over all
-processes are right without atomic operations. A dead process's counts stay, and the next on its seat adds to them.
+Each process claims a *seat* for its life: a line of counters that it alone writes. So sums over all processes are right
+without atomic operations. The counts of a dead process stay, and the next process on its seat adds to them.
 
-Memory order. A number here is an aligned 8-byte word, written and read as one. On x86 stores are seen in their order
-and loads happen in theirs; that is all that plain Python stores need, but for copies so large that libc writes them
-past the cache. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always
-call it, readers where loads may change places (arm64). On a machine that is neither x86 nor lets us call it, a
-`SharedFile` cannot be made. (Only x86 has been tried.)
+Memory order. A number here is an aligned 8-byte word, written and read as one. On x86 other processors see stores in
+their order, and loads happen in theirs. Plain Python stores need no more; copies so large that libc writes them past
+the cache do. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always call
+it; readers call it where loads may change places (arm64). On a machine that is not x86 and refuses the call, nobody can
+make a `SharedFile`. (We have tried x86 only.)
 """
 
 import ctypes

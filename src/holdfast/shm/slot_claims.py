@@ -1,12 +1,12 @@
-"""SlotClaims: a worker's side of its slots. Which process: the worker, in its main thread.
+"""SlotClaims: a worker's side of its slots. It runs in the worker's main thread.
 
-A slot is claimed when there is something to put into it, not when a task begins: samples are loaded while the trainer
-still looks at the last batch. The lowest free one is taken, so as few as possible are ever touched.
+The worker claims a slot when it has something to put into it, not when a task begins: it loads samples while the
+trainer still looks at the last batch. It takes the lowest free slot, so that it touches as few as possible.
 
-A slot that was never used costs its whole size, for good, and one that was used will mostly come free in a moment: the
-trainer puts it back as soon as it has the next batch. So for large batches the worker waits for that moment; not when
-the trainer waits for this very batch, and not for ever: where the trainer looks at its batches longer than others take
-to make theirs, the next ones are made meanwhile.
+A slot that was never used costs its whole size, for good. One that was used mostly comes free in a moment: the trainer
+puts it back as soon as it has the next batch. So for large batches the worker waits for that moment. It does not wait
+when the trainer waits for this very batch. And it does not wait for ever: if the trainer looks at its batches for
+longer than the workers need to make theirs, the workers go on with the next ones.
 """
 
 import os

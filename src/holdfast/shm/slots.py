@@ -2,33 +2,33 @@
 
     slot 0 ... count-1 | a letter box per task that may be out | one in which a failing boot speaks, and the states
 
-A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* a free slot when it has
-something to put there (shm/slot_claims.py); only the trainer *frees* one, when nobody looks at it any more. Each of the two
-writes a state byte in one direction only, so no lock is needed. Each life has a file of its own: a late write of a dead
-worker can touch nobody else's bytes, and that is all the generation a slot needs.
+A slot holds a finished batch; a letter box holds what a worker is told of a task. The worker *claims* a free slot when
+it has something to put there (shm/slot_claims.py). Only the trainer *frees* a slot, when nobody looks at it any more.
+Each side writes a state byte in one direction only, so no lock is needed. Each life has a file of its own, so a late
+write of a dead worker can touch nobody else's bytes. A slot needs no other generation.
 
-    take_box()          trainer, before a task is sent; free_box() when its reply is there
-    lend(slot)          trainer, when a batch is opened without copying: the bytes, to be kept by tensors
+    take_box()          trainer, before it sends a task; free_box() when the reply is there
+    lend(slot)          trainer, when it opens a batch without copying: the bytes, for tensors to keep
     put_back(slot)      trainer, when nobody looks at the slot
-    retire()            trainer, when the life is over: give back all but what is lent
+    retire()            trainer, when the life is over: gives back all but what is lent
 
-A lent slot is free again when the last view of it has died. Views are tensors and arrays of the user, and slices of
-them; they all hold on to one object, the *exporter*, and a weak reference to that tells us, in whatever thread. It is
-free at once: the sooner, the fewer slots are in use.
+A lent slot is free again when its last view has died. Views are tensors and arrays of the user, and slices of them.
+They all hold on to one object, the *exporter*; a weak reference to it tells us of its end, in whatever thread. The slot
+is free at that moment: the sooner slots come back, the fewer are in use.
 
-A signal handler of the user's may raise in that very moment. Python then prints what was raised and goes on, so nobody
-would tell us again. It looks for signals at the start of a Python function, after a call and at the end of a loop's
-round, and nowhere else. So the first callback is no Python function: `deque.append` notes the slot. The second frees
-what is noted; it can be cut short, and the next one goes on with it. What is freed is taken off the note without any
-call in between.
+A signal handler of the user may raise at that very moment. Python then prints the exception and goes on, and nobody
+would tell us again. Python looks for signals at the start of a Python function, after a call and at the end of a loop's
+round, and nowhere else. So the first callback is no Python function: `deque.append` notes the slot. The second callback
+frees what is noted. If it is cut short, the next one goes on. It takes a freed slot off the note without any call in
+between.
 
-A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. Such a slot is not used
-again before the child is gone: it holds the writing end of a pipe, whose end of file tells. Several threads may fork
-at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
+A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. So such a slot is not used
+again before the child is gone: the child holds the writing end of a pipe, whose end of file tells us. Several threads
+may fork at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
 
-A device reads a slot after its last view has died: copies are queued. Where there is one, a *gate* (loader/cuda_slots.py)
-takes each slot that comes back and lets it go when no copy can be in flight. Pages that the device knows by address
-are registered with it; before they go back to the system, the gate takes that back.
+A device reads a slot after its last view has died, because copies are queued. Where there is a device, a *gate*
+(loader/cuda_slots.py) takes each slot that comes back, and lets it go when no copy can be in flight. Pages that the
+device knows by address are registered with it; the gate undoes that before they go back to the system.
 """
 
 import ctypes
@@ -37,9 +37,10 @@ import select
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.shm.memory import Memory
+from holdfast.shm.pack import SMALL, unpack
 
 # Address space for one life. 64 TiB hold 256 lives; the strides come from it.
 ROOM = 256 << 30
@@ -75,22 +76,26 @@ class ForkGuard:
     """Tells whether a forked child that saw lent slots may still be alive."""
 
     def __init__(self) -> None:
-        self._write = -1
         self._close: weakref.finalize[..., ForkGuard] | None = None
+        self._close_other: weakref.finalize[..., ForkGuard] | None = None
         try:
-            self._read, self._write = os.pipe()
+            self._read, write = os.pipe()
         except OSError:
             return  # no descriptor is left: nobody will hear of the child's end, and it is waited for in vain
+        self._close_other = weakref.finalize(self, os.close, write)
+        self._close_other.atexit = False
         self._close = weakref.finalize(self, os.close, self._read)
         self._close.atexit = False
 
     def in_parent(self) -> None:
-        """After the fork."""
-        if self._write >= 0:
-            os.close(self._write)
+        """After the fork; a second time where a signal handler cut the first one short."""
+        if self._close_other is not None:
+            self._close_other()
 
     def in_child(self) -> None:
         """After the fork. The other end stays open until the child ends or execs."""
+        if self._close_other is not None:
+            self._close_other.detach()
         if self._close is not None:
             self._close()
 
@@ -137,7 +142,7 @@ class Slots:
         self.stride = stride
         self.retired = False
         self.registered: dict[int, int] = {}  # slot -> bytes that the device knows; the gate's to write
-        self._gate = gate
+        self.gate = gate
         self._armed = True
         self._states = states_of(memory, count)
         self._boxes = list(range(count, count + busy))[::-1]
@@ -222,8 +227,8 @@ class Slots:
 
     def _empty(self, slot: int) -> None:
         if slot in self.registered:
-            assert self._gate is not None
-            self._gate.unregister(self, slot)
+            assert self.gate is not None
+            self.gate.unregister(self, slot)
         else:
             self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
 
@@ -242,10 +247,10 @@ class Slots:
                 if self._guards and self._is_seen(slot):
                     back.rotate(-1)
                     continue
-                if self._gate is None:
+                if self.gate is None:
                     self.let_go(slot)
                 else:
-                    self._gate.hold(self, slot)
+                    self.gate.hold(self, slot)
                 del back[0]  # nothing is called between this and the end of what was called: see the module
         finally:
             self._turn = [None]
@@ -289,3 +294,63 @@ def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:
     """One slot's bytes and their address. Which process: any; it owns nothing."""
     start = slot * stride
     return memory.view[start : start + stride], memory.address + start
+
+
+def _nothing_lent() -> None:
+    """All leaves are copied."""
+
+
+class SlotResult(NamedTuple):
+    """A finished batch that lies in a slot, or in a file of its own, or in one that could not be had."""
+
+    slots: Slots | None
+    slot: int
+    file: Memory | OSError | None
+    where: int
+    buffers: int
+    spec_bytes: int
+    failed: bool
+    worker: int
+
+    @property
+    def size(self) -> int:
+        """Bytes from the start of the slot to the end of the spec, which comes last."""
+        return self.where + 16 * self.buffers + self.spec_bytes
+
+    def open(self, small: int = SMALL, read: Callable[..., Any] = unpack) -> Any:
+        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied.
+
+        `read`: as `unpack`, where it was not packed as usual.
+        """
+        slots, slot = self.slots, self.slot
+        if slots is None:
+            if isinstance(self.file, OSError):
+                raise self.file
+            assert self.file is not None
+            return read(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
+        start = slot * slots.stride
+        view = slots.memory.view[start : start + slots.stride]
+        if self.where < small:  # and so is each leaf
+            try:
+                return read(view, self.where, self.buffers, self.spec_bytes, _nothing_lent, small)
+            finally:
+                slots.put_back(slot)
+        lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
+
+        def lend() -> memoryview | None:
+            view = slots.lend(slot)
+            lent.append(view is not None)
+            if view is not None and slots.gate is not None:
+                slots.gate.register(slots, slot, self.size)
+            return view
+
+        try:
+            return read(view, self.where, self.buffers, self.spec_bytes, lend, small)
+        finally:
+            if not any(lent):
+                slots.put_back(slot)
+
+    def discard(self) -> None:
+        """Nobody opens it: its slot is free."""
+        if self.slots is not None:
+            self.slots.put_back(self.slot)

@@ -60,6 +60,12 @@ def usable_cpus() -> int:
     return max(1, here if quota is None else min(here, math.ceil(quota)))
 
 
+# The share of the memory from which on no batch is begun while another is being made.
+PAUSE = 0.80
+# No worker needs less than this: the arithmetic must not end in hundreds of workers.
+LEAST = 32 << 20
+
+
 class MemoryFiles:
     """Limit and use of the memory that this process lives in: its groups', or the machine's.
 
@@ -98,6 +104,15 @@ class MemoryFiles:
                 tightest = (limit, used)
         self._last = tightest
         return tightest
+
+
+def growth_bytes(wanted: int | str | None, workers: int) -> int | None:
+    """What a worker may allocate beyond what it has when it is ready. "auto": its share of what is free now."""
+    if wanted != "auto":
+        assert not isinstance(wanted, str)
+        return wanted
+    limit, used = MemoryFiles().read(0.0)
+    return max(LEAST, int(PAUSE * (limit - used)) // workers)
 
 
 # What they are called in each version: limit, use, and file pages that the kernel gives back when they are needed.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import StreamBroken
 from holdfast.system import linux, procfs
-from holdfast.system.cgroups import ControlGroup, Oom, group_of
+from holdfast.system.cgroups import ControlGroup, Oom, OomWatch, group_of
 from holdfast.system.signals import Fault, Sender
 from holdfast.system.snapshot import Bounds, Snapshot
 
@@ -140,6 +140,23 @@ def shortened(value: Any, entries: int, letters: int) -> Any:
 
 def _has_text(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, tuple) and any(map(_has_text, value)))
+
+
+def at_death(evidence: Evidence, oom: OomWatch, now: float, *, killed: bool, read_log: bool = True) -> Evidence:
+    """The same evidence, with what the kernel tells at a death. `killed`: by SIGKILL, and not by us.
+
+    `read_log`: whether the kernel's log may be read for it, which takes milliseconds.
+    """
+    return replace(
+        evidence,
+        oom=oom.claim(now) if killed else None,
+        counters=oom.readable,
+        kernel_log=procfs.kernel_says(evidence.pid, now - evidence.lived_s) if killed and read_log else "",
+        group=group_of(),
+        shm_free=shm_free(),
+        pressure=procfs.memory_pressure(),
+        worlds=worlds(),
+    )
 
 
 def view_of(pid: int, busy: float = 0.0) -> View:

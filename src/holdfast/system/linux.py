@@ -29,6 +29,8 @@ NOTED_SIGNALS = (
 DUMP_SIGNAL = signal.SIGRTMIN + 17
 # How long that may take. faulthandler writes a stack in well under a millisecond, unless the process is stopped.
 DUMP_S = 0.2
+# Of what faulthandler has written, this much is read: some hundred frames.
+_STACK_BYTES = 32 << 10
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -63,17 +65,29 @@ def never_preempt_when_woken() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
-def ask_for_stack(pid: int, file: int) -> None:
-    """A process that registered DUMP_SIGNAL with faulthandler writes its stack to this file, also while native code
-    holds the GIL. Raises ProcessLookupError when it is gone.
+def take_stack(pid: int, file: int) -> str:
+    """The Python stack of a process that registered DUMP_SIGNAL with faulthandler on this file.
+
+    The process writes the stack also while native code holds the GIL. "" when it is stopped or gone.
     """
-    os.kill(pid, DUMP_SIGNAL)
+    if process_state(pid) in ("T", "t", "Z", ""):
+        return ""
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    with suppress(ProcessLookupError):
+        os.kill(pid, DUMP_SIGNAL)
     deadline, size = time.monotonic() + DUMP_S, 0
     while time.monotonic() < deadline:
         time.sleep(0.002)
         before, size = size, os.fstat(file).st_size
         if size and size == before:
-            return
+            break
+    return written_stack(file)
+
+
+def written_stack(file: int) -> str:
+    """What faulthandler has written into this file: at a crash, or when it was asked for a stack."""
+    return os.pread(file, _STACK_BYTES, 0).decode(errors="replace").rstrip()
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -169,11 +183,16 @@ def is_open(fd: int) -> bool:
 
 def process_state(pid: int) -> str:
     """One letter as in ps: R running, S sleeping, D uninterruptible, T stopped, Z zombie; "" when it is gone."""
+    fields = stat_fields(pid)
+    return fields[0] if fields else ""
+
+
+def stat_fields(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on, which proc(5) counts as field 3; empty when the process is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0]
+        return []
 
 
 def wait_for_exit(pid: int, seconds: float) -> bool:

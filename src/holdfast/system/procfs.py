@@ -11,6 +11,7 @@ import struct
 from collections import Counter
 from pathlib import Path
 
+from holdfast.system import linux
 from holdfast.system.redact import mask
 
 # The calls in which programs wait, by number; those of other machines are shown as numbers.
@@ -266,11 +267,14 @@ def wait_channel(pid: int) -> str:
 
 def processor_s(pid: int) -> float:
     """Processor time that it has used."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = linux.stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def exit_status(pid: int) -> int | None:
+    """Of a process that has ended and was not reaped yet, as multiprocessing has it; None when nobody can say."""
+    fields = linux.stat_fields(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
 
 
 def mounts() -> dict[str, str]:

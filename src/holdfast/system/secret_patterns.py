@@ -1,4 +1,4 @@
-"""What secrets look like on a command line: data for discreet.py, and nothing else.
+"""What secrets look like on a command line: data for redact.py, and nothing else.
 
 The tokens are facts from two public, well-kept sets of rules, written down anew: how a service's secrets begin, of
 which letters they are, how many.
@@ -93,10 +93,10 @@ TOKENS: tuple[tuple[str, str, str, int], ...] = (
 # Names of secrets end so,
 NAMES = (
     *("password", "passwd", "passphrase", "passcode", "keypass", "storepass", "dbpass", "token", "secret"),
-    *("credential", "credentials", "apikey", "accesskey", "secretkey", "privatekey", "contrasena"),
+    *("credential", "credentials", "apikey", "accesskey", "secretkey", "privatekey", "authkey", "contrasena"),
 )
 # or in one of these as a word of its own.
-WORDS = ("key", "pass", "pwd", "pat", "auth", "bearer", "signature")
+WORDS = ("key", "pass", "pwd", "pat", "auth", "bearer", "signature", "creds")
 # But these end so too, and are no secrets: columns of data and databases, pieces of text.
 HARMLESS = (
     *("sort-key", "primary-key", "foreign-key", "partition-key", "group-key", "cache-key", "index-key", "hot-key"),
@@ -109,17 +109,41 @@ HARMLESS = (
 PARAMETERS = ("key", "sig")
 
 # What stands between "Authorization:" and the secret.
-SCHEMES = ("bearer", "basic", "token", "digest", "negotiate", "api-key", "apikey", "key")
+SCHEMES = (
+    *("bearer", "basic", "token", "digest", "negotiate", "api-key", "apikey", "key", "oauth", "dpop", "gnap", "hoba"),
+    *(
+        "privatetoken",
+        "scram-sha-1",
+        "scram-sha-256",
+        "vapid",
+        "aws4-hmac-sha256",
+        "hmac",
+        "ntlm",
+        "hawk",
+        "mac",
+        "jwt",
+    ),
+    *("ssws", "geniekey", "bot", "splunk", "sharedkey", "sharedkeylite", "accesskey", "kakaoak", "zoho-oauthtoken"),
+)
 
-# (programs, options whose next word is a secret, options that a secret is glued to)
-OPTIONS: tuple[tuple[str, str, str], ...] = (
+# (programs, options or words whose next word is a secret, options that a secret is glued to, letters of options
+# without a value that may stand before that letter)
+OPTIONS: tuple[tuple[str, str, str] | tuple[str, str, str, str], ...] = (
     ("sshpass", "-p", "-p"),
-    ("curl", "-u --user -U --proxy-user --oauth2-bearer --pass --proxy-pass -b --cookie", "-u -U -b"),
+    (
+        *("curl", "-u --user -U --proxy-user --oauth2-bearer --pass --proxy-pass -b --cookie", "-u -U -b"),
+        "0123456#:BGIJLMNORSZafgijklnpqsv",
+    ),
     ("http", "-a", "-a"),
-    ("mysql mysqldump mysqladmin mysqlimport mysqlcheck mysqlsh mariadb mariadb-dump mariadb-admin", "", "-p"),
+    (
+        "mysql mysqldump mysqladmin mysqlimport mysqlcheck mysqlsh mariadb mariadb-dump mariadb-admin",
+        "",
+        "-p",
+        "ABCEGHILNVWXbcfinqrstv",
+    ),
     ("mongo mongosh mongodump mongorestore mongoexport mongoimport", "-p", "-p"),
-    ("redis-cli", "-a --pass", ""),
-    ("ldapsearch ldapadd ldapmodify ldapdelete ldapwhoami ldappasswd", "-w", "-w"),
+    ("redis-cli", "-a --pass requirepass masterauth", ""),
+    ("ldapsearch ldapadd ldapmodify ldapdelete ldapwhoami ldappasswd", "-w", "-w", "ALMPQRZcnruvx"),
     ("smbclient rpcclient", "-U --user", "-U"),
     ("lftp", "-u", "-u"),
     ("sqlcmd bcp osql", "-P", "-P"),
@@ -131,6 +155,9 @@ OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("rdesktop", "-p", "-p"),
     ("plink pscp psftp putty", "-pw", ""),
     ("nmcli", "password", ""),
+    ("aws", "aws_secret_access_key aws_session_token aws_access_key_id", ""),
+    ("rclone", "secret_access_key pass password token client_secret", ""),
+    ("npm yarn pnpm", "_authToken _auth _password", ""),
     ("twine", "-p", "-p"),
     ("ssh-keygen", "-N -P", ""),
 )

@@ -182,20 +182,30 @@ def _code_of(handler: object) -> CodeType | None:
     return None
 
 
-def warn(line: str) -> None:
-    """One line in the log.
+class LoggingFree:
+    """While we log or fork: what logging takes of its locks, and does not give back, is given back at the end.
 
     Until Python 3.12 a handler that raises while logging takes a lock leaves it taken for ever: the next thread that
-    logs would hang, a pool's for example. So what this call took and did not give back is given back.
+    logs would hang, a pool's for example. During a fork logging has its lock, too, and Python only prints what is
+    raised there.
     """
-    before = [lock for lock in _locks_of_logging() if lock._is_owned()]
-    try:
-        log.warning("%s", line)
-    except BaseException:
+
+    def __init__(self) -> None:
+        self._before = [lock for lock in _locks_of_logging() if lock._is_owned()]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
         for lock in _locks_of_logging():
-            while lock._is_owned() and lock not in before:
+            while lock._is_owned() and lock not in self._before:
                 lock.release()
-        raise
+
+
+def warn(line: str) -> None:
+    """One line in the log."""
+    with LoggingFree():
+        log.warning("%s", line)
 
 
 def _locks_of_logging() -> list[Any]:

@@ -116,9 +116,9 @@ def _limit(pid: int, name: str) -> tuple[int | None, int | None]:
 
 # A second opinion on a process that hangs: py-spy, if it is installed, sees the native frames and who has the GIL.
 #
-# faulthandler shows Python lines only. py-spy looks from outside and takes a third of a second, or a whole one where
-# torch's libraries with their many symbols are on the stack; it runs beside the keeper, which goes on watching meanwhile.
-# One process is looked at at a time: of ten workers that hang at once the others are told by their Python stacks alone.
+# faulthandler shows Python lines only. py-spy looks from outside. It takes a third of a second, or a whole one where
+# torch's libraries with their many symbols are on the stack; the keeper goes on watching meanwhile. py-spy looks at one
+# process at a time: if ten workers hang at once, the others are explained by their Python stacks alone.
 
 
 # Three times what it takes at most on a quiet machine. A hung worker may be killed this much later.

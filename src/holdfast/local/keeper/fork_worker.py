@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from holdfast.core.host import Job
 from holdfast.core.messages import Cause, Place, Stage
 from holdfast.local.keeper.memory_budget import MemoryBudget
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
 from holdfast.local.protocol.pulse import Pulse
 from holdfast.local.protocol.wire import DESCRIPTORS, LifeEnded, StartLife
-from holdfast.local.worker.loop import Job, Wiring, WorkerLoop
+from holdfast.local.worker.loop import Wiring, WorkerLoop
+from holdfast.shm.slot_writer import SlotSpace
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
 from holdfast.system.evidence import Evidence, descriptor_limits, process_limits
@@ -66,7 +68,7 @@ class WorkerForker:
     def __init__(
         self,
         orders: KeeperOrders,
-        job: Job,
+        job: Job[SlotSpace],
         pulses: list[Pulse],
         lives: Mapping[int, WorkerLife],
         trainer: int | None,

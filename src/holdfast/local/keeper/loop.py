@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 
+from holdfast.core.host import Job
 from holdfast.core.messages import Cause, Leave, Place, Stage
 from holdfast.local.keeper.fork_worker import KeeperOrders, WorkerForker
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
@@ -35,11 +36,10 @@ from holdfast.local.protocol.wire import (
     StopAll,
     decode,
 )
-from holdfast.local.worker.loop import Job
 from holdfast.shm.memory import Memory
-from holdfast.system import linux, procfs
-from holdfast.system.cgroups import group_of
-from holdfast.system.evidence import Evidence, shm_free, worlds
+from holdfast.shm.slot_writer import SlotSpace
+from holdfast.system import linux
+from holdfast.system.evidence import Evidence, at_death, worlds
 from holdfast.system.signals import CRASH_SIGNALS, SenderNote
 from holdfast.system.snapshot import Bounds, PySpy, bounds_of
 
@@ -53,7 +53,7 @@ ORDERS_AT_ONCE = 16
 class Keeper:
     """See the module. `run` returns when there is nobody left to keep."""
 
-    def __init__(self, orders: KeeperOrders, job: Job, signals: list[int]) -> None:
+    def __init__(self, orders: KeeperOrders, job: Job[SlotSpace], signals: list[int]) -> None:
         """`signals`: those that this process was sent, see note_signals_only."""
         self._orders = orders
         self._signals = signals
@@ -199,20 +199,16 @@ class Keeper:
             on = on if on.stage >= Stage.FETCH else Place(-1, 0, Stage.IDLE, 0.0)
         killed = cause is Cause.SIGNAL and -code == signal.SIGKILL
         fault = life.pulse.sender.fault(-code)
-        evidence = life.evidence(
+        seen = life.evidence(
             now,
             stack="" if cause is Cause.RECYCLED else life.stack or life.crash_text(),
             facts=life.facts or (tuple(life.crash_text().splitlines()) if cause is Cause.RECYCLED else ()),
             peak_bytes=peak,
-            oom=self._oom.claim(now) if killed else None,
-            kernel_log=procfs.kernel_says(life.pid, life.began) if killed else "",
-            group=group_of(),
-            shm_free=shm_free(),
-            pressure=procfs.memory_pressure(),
             fault=fault,
             sender=life.pulse.sender.last(-code) if -code in CRASH_SIGNALS else None,
             bounds=bounds,
         )
+        evidence = at_death(seen, self._oom, now, killed=killed)
         os.close(life.crash)
         os.close(life.batches)
         self._outbox.say(LifeEnded(life.worker, life.life, now, cause, abs(code), on, evidence))

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.core.host import Room
-from holdfast.system.cgroups import MemoryFiles
+from holdfast.system.cgroups import LEAST, PAUSE, MemoryFiles
 
-PAUSE, RESUME, SHED, FULL = 0.80, 0.75, 0.90, 0.90
+RESUME, SHED, FULL = 0.75, 0.90, 0.90
 # Above this the neediest worker is killed, to be started again later: better one of ours, with nothing lost, than
 # whom the kernel picks.
 CRITICAL = 0.97
@@ -23,8 +23,6 @@ CRITICAL = 0.97
 CALM_S = 5.0
 # Where less than this is left for each worker at the start, the others wait for the first batch of the first one.
 CAREFUL = 2 << 30
-# Nobody needs less than this: the arithmetic must not end in hundreds of workers.
-LEAST = 32 << 20
 
 
 class MemoryBudget:
@@ -105,12 +103,3 @@ class MemoryBudget:
             self._calm_since = now
             return self.said.workers + 1
         return self.said.workers
-
-
-def growth_bytes(wanted: int | str | None, workers: int) -> int | None:
-    """What a worker may allocate beyond what it has when it is ready. "auto": its share of what is free now."""
-    if wanted != "auto":
-        assert not isinstance(wanted, str)
-        return wanted
-    limit, used = MemoryFiles().read(0.0)
-    return max(LEAST, int(PAUSE * (limit - used)) // workers)

@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from holdfast.core.host import POSITION, SAMPLES, SINCE, STAGE
 from holdfast.core.messages import Cause, Place, Stage
-from holdfast.local.protocol.pulse import FILES, POSITION, SAMPLES, SIGNALS, SINCE, STAGE, TASK, TASKS, Pulse
+from holdfast.local.protocol.pulse import FILES, SIGNALS, TASK, TASKS, Pulse
 from holdfast.local.protocol.wire import StartLife
 from holdfast.local.worker.thresholds import Copies
 from holdfast.system import linux
@@ -18,7 +19,6 @@ from holdfast.system.snapshot import GROWN, LOOK_S, SOON_S, Snapshot, look_at
 SILENT_S = 60.0
 # Readings of a worker's memory that are kept: the last three seconds.
 SERIES = 30
-STACK_BYTES = 32 << 10
 
 
 class Scene(NamedTuple):
@@ -106,7 +106,7 @@ class WorkerLife:
 
     def crash_text(self) -> str:
         """What it left when it crashed: its stack; when it was refused something: what, in words."""
-        return os.pread(self.crash, STACK_BYTES, 0).decode(errors="replace").rstrip()
+        return linux.written_stack(self.crash)
 
     def kill(self) -> None:
         """Only ever a child of ours that was not reaped yet: the pid cannot be anybody else's."""

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from holdfast.core.host import ALLOWED, BASE
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.worker_life import WorkerLife
-from holdfast.local.protocol.pulse import ALLOWED, ASKED, BASE, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
+from holdfast.local.protocol.pulse import ASKED, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
 from holdfast.local.protocol.wire import MOST_BYTES, LifeQuiet, Message, RoomLeft, encode
 from holdfast.local.worker.thresholds import Copies, Thresholds
 from holdfast.system import linux, procfs
@@ -25,8 +26,8 @@ from holdfast.system.snapshot import PySpy
 
 # A closer look at a worker that hangs or is about to be killed. Which process: the keeper.
 #
-# What it waits for is seen from outside first, before anything is done that may wake it; then py-spy, where there is one,
-# gives its opinion; then the worker is asked for its Python stack.
+# The keeper first looks from outside at what the worker waits for, before it does anything that may wake it. Then
+# py-spy, where it is installed, gives its opinion. Then the keeper asks the worker for its Python stack.
 
 
 # A silent worker is looked at for this long, to see whether it computes; a clock tick is 10 ms.
@@ -62,10 +63,7 @@ class HangProbe:
         if not life.pulse.words[DUMPABLE] or life.view is None or life.view.state in ("T", "t", "Z", ""):
             return
         life.pulse.words[GIL] = 0
-        os.ftruncate(life.crash, 0)
-        os.lseek(life.crash, 0, os.SEEK_SET)
-        linux.ask_for_stack(life.pid, life.crash)
-        life.stack = life.crash_text()
+        life.stack = linux.take_stack(life.pid, life.crash)
         seen = self._pyspy.answer(life.hang)
         gil = {1: False, 2: True}.get(life.pulse.words[GIL], seen.gil)
         life.view = replace(life.view, line=procfs.source_line(life.stack), gil=gil, native=seen.frames)

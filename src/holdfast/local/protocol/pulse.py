@@ -2,41 +2,39 @@
 
 The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
 what it was on. The trainer writes `FLOOR`, below which tasks are not wanted any more, and `WANTED`, for which it waits
-right now (or has waited). The keeper writes what it measures (`MEMORY` to `FILES`), and
-both may ask the worker to leave after its batch: `ASKED`. `ALLOWED`: nanoseconds for the task at hand, where each has
-its own; 0 for what holds for all, below 0 for as long as it takes.
+right now (or has waited). The keeper writes what it measures (`MEMORY` to `FILES`), and both may ask the worker to
+leave after its batch: `ASKED`. The first words are the job's own, see core/host.py.
 """
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
+from holdfast.core.host import (
+    ALLOWED,
+    BASE,
+    JOB_WORDS,
+    JOURNALLED,
+    POSITION,
+    SAMPLES,
+    SINCE,
+    SPARE,
+    STAGE,
+    Recorder,
+)
 from holdfast.core.messages import Place, Stage
 from holdfast.shm.memory import Memory
 from holdfast.system.signals import SenderNote
 
 PAGE = 4096
-LIFE, STAGE, TASK, POSITION, SINCE, DUMPABLE, TASKS, SAMPLES = range(8)
-SIGNALS, LAST_SIGNAL, FLOOR, RETRIES, JOURNAL_BYTES, JOURNALLED, SLOT = range(8, 15)
-# ASKED, LEAVING: a `Leave`. BASE: private memory when it was ready. MEMORY: what it has grown by since, PEAK at most.
-ASKED, LEAVING, BASE, MEMORY, PEAK, FILES, BUSY_NS, BYTES, ALLOWED, WANTED = range(15, 25)
-# 1: the state that this worker's dataset is given is not its own place. So it was for an earlier life: it stays.
-KEPT_APART = 25
-FIELDS = 26
+LIFE, TASK, DUMPABLE, TASKS, SIGNALS, LAST_SIGNAL, FLOOR = range(JOB_WORDS, JOB_WORDS + 7)
+# ASKED, LEAVING: a `Leave`. MEMORY: what its private memory has grown by since BASE; PEAK: at most.
+ASKED, LEAVING, MEMORY, PEAK, FILES, BUSY_NS, BYTES, WANTED = range(FLOOR + 1, FLOOR + 9)
+FIELDS = WANTED + 1
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
 # From here on in the page: who sent the last signal, see system/signals.py.
 _SENDER_AT = 1024
-
-
-class Recorder(Protocol):
-    """What a worker writes of itself all the time."""
-
-    def enter(self, stage: int, position: int = 0, /) -> None:
-        """At each change of what it does."""
-
-    def walk(self, stage: int, indices: Iterable[Any], /) -> Iterator[Any]:
-        """Goes through the indices: before each, at which position it stands is noted, and since when."""
 
 
 class PlainRecorder:
@@ -79,13 +77,14 @@ class Pulse:
         start = worker * PAGE
         self._memory = memory
         self.words = memory.view[start : start + PAGE].cast("q")
-        self.enter = recorder(self.words).enter  # which process: the worker
+        writes = recorder(self.words)  # which process: the worker
+        self.enter, self.walk = writes.enter, writes.walk
         self.sender = SenderNote(memory, start + _SENDER_AT, PAGE - _SENDER_AT)
         self.gil_address = memory.address + start + GIL * 8
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED):
+        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED, SPARE):
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()
@@ -95,7 +94,7 @@ class Pulse:
         """Which process: the keeper. What the worker is on, and for how long."""
         words = self.words
         seconds = max(0.0, now - words[SINCE] / 1e9)
-        return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds)
+        return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds, words[SPARE])
 
     def figures(self) -> dict[str, float]:
         """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present

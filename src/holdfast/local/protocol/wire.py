@@ -10,7 +10,6 @@ trainer <-> keeper  a sequenced-packet socket: the tuples below, pickled, with d
 
 import pickle
 import struct
-from enum import IntEnum
 from typing import NamedTuple
 
 from holdfast.core.messages import Cause, Place, What
@@ -19,7 +18,7 @@ from holdfast.system.evidence import Evidence, shortened
 # task, letter box, payload bytes, journal bytes behind it, samples in it. Below 0, the box says where the payload is.
 TASK = struct.Struct("<5q")
 ELSEWHERE = struct.Struct("<3q")  # the trainer's pid, a descriptor there, and the inode of that file
-RECORD = struct.Struct("<10q")  # kind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
+RECORD = struct.Struct("<10q")  # a ReplyKind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
 MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
 
 # Descriptors that go with a StartLife.
@@ -28,28 +27,6 @@ DESCRIPTORS = 3
 MOST_BYTES = 64 << 10
 # Entries and letters that are left of evidence that would make it longer: as few as it takes.
 _SHORTER = ((64, 16 << 10), (16, 8 << 10), (16, 1 << 10), (9, 100))
-
-
-class Kind(IntEnum):
-    """What a RECORD says. Of EXHAUSTED `bad` is how many batches the stream had, `buffers` how many items, `spec_bytes`
-    an StreamEnd, and in the slot, if there is one, are `where` bytes.
-    """
-
-    BOOTED = 1
-    BOOT_FAILED = 2
-    BATCH = 3
-    ERROR = 4
-    EXHAUSTED = 5
-    ABANDONED = 6
-    BATCH_IN_FILE = 7
-    ERROR_IN_FILE = 8
-
-
-class StreamEnd(IntEnum):
-    """What EXHAUSTED says of what the next life must know; 0 if nothing."""
-
-    KNOWN = 1
-    NOT_KNOWN = 2
 
 
 class StartLife(NamedTuple):

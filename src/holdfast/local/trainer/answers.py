@@ -10,14 +10,15 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from holdfast.core.host import Room, Silence
+from holdfast.core.host import ReplyKind, Room, Silence, StreamEnd
 from holdfast.core.messages import Booted, BootFailed, Event, Exhausted, Finished
 from holdfast.errors import HoldfastError
-from holdfast.local.protocol.wire import MAGIC, RECORD, Kind, StreamEnd
-from holdfast.local.trainer.worker_channel import Journals, SlotResult, WorkerChannel
+from holdfast.local.protocol.wire import MAGIC, RECORD
+from holdfast.local.trainer.worker_channel import Journals, WorkerChannel
 from holdfast.shm.memory import Memory
+from holdfast.shm.slots import SlotResult
 
-_BATCH, _ERROR = MAGIC | Kind.BATCH, MAGIC | Kind.ERROR
+_BATCH, _ERROR = MAGIC | ReplyKind.BATCH, MAGIC | ReplyKind.ERROR
 _AT_ONCE = RECORD.size * 50
 
 
@@ -32,7 +33,7 @@ class Answers:
         channels: Sequence[WorkerChannel | None],
         marks: list[int],
         items: dict[int, int],
-        ends: dict[int, bytes | None],
+        ends: dict[int, bytes | StreamEnd],
         journals: Journals,
     ) -> None:
         self._channels = channels
@@ -95,31 +96,32 @@ class Answers:
             parcel = SlotResult(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
             slots.used(slot, where + 16 * buffers + spec_bytes)
             return Finished(worker, life, task, parcel, bad)
-        return self._understand_rare(Kind(kind & 0xFF), line, record)
+        return self._understand_rare(ReplyKind(kind & 0xFF), line, record)
 
-    def _understand_rare(self, kind: Kind, line: WorkerChannel, record: tuple[int, ...]) -> Event | None:
+    def _understand_rare(self, kind: ReplyKind, line: WorkerChannel, record: tuple[int, ...]) -> Event | None:
         _, worker, life, task, slot, where, buffers, spec_bytes, bad, _ = record
         match kind:
-            case Kind.BOOTED:
+            case ReplyKind.BOOTED:
                 return Booted(worker, life)
-            case Kind.BOOT_FAILED:
+            case ReplyKind.BOOT_FAILED:
                 return BootFailed(
                     worker, life, SlotResult(line.slots, slot, None, where, buffers, spec_bytes, True, worker)
                 )
-            case Kind.EXHAUSTED:
+            case ReplyKind.EXHAUSTED:
                 if task >= self._floor:
                     self._items[worker] = buffers
                     if spec_bytes:
-                        self._ends[worker] = line.slots.copy(slot, where) if spec_bytes == StreamEnd.KNOWN else None
+                        end = StreamEnd(spec_bytes)
+                        self._ends[worker] = line.slots.copy(slot, where) if end is StreamEnd.KNOWN else end
                 if slot >= 0:
                     line.slots.used(slot, where)
                     line.slots.put_back(slot)
                 return Exhausted(worker, life, task, bad)
-            case Kind.ABANDONED:
+            case ReplyKind.ABANDONED:
                 return None  # its letter box is free already, and it had no slot
-            case Kind.BATCH_IN_FILE | Kind.ERROR_IN_FILE:
+            case ReplyKind.BATCH_IN_FILE | ReplyKind.ERROR_IN_FILE:
                 line.slots.put_back(slot)
-                failed = kind is Kind.ERROR_IN_FILE
+                failed = kind is ReplyKind.ERROR_IN_FILE
                 parcel = SlotResult(None, 0, self._file_of(record), where, buffers, spec_bytes, failed, worker)
                 return Finished(worker, life, task, parcel, bad)
             case _:

@@ -17,25 +17,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, reduction, spawn
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
-from holdfast import remote_exception
+from holdfast.core.host import Job, JobContext, Reply
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.loop import Keeper, note_signals_only
 from holdfast.local.keeper.memory_budget import MemoryBudget
-from holdfast.local.protocol.pulse import Pulse
-from holdfast.local.protocol.wire import Kind
-from holdfast.local.worker.loop import Job, Reply
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import Packer, unpack
-from holdfast.shm.slot_claims import SlotClaims
-from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
+from holdfast.shm.pack import Packer, true_main, unpack
+from holdfast.shm.slot_writer import FileSpace, SlotSpace
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
+from holdfast.system.signals import LoggingFree
 
 _LIMITS = (
     resource.RLIMIT_FSIZE,
@@ -56,8 +53,8 @@ STARTING = 8
 class Package:
     """A job that travels as bytes and is opened in each worker. Itself a Job."""
 
-    def __init__(self, job: Job) -> None:
-        self._job: Job | None = job
+    def __init__(self, job: Job[SlotSpace]) -> None:
+        self._job: Job[SlotSpace] | None = job
         self._memory: Memory | None = None
         self._size = 0
         self._spec = (0, 0, 0)
@@ -84,26 +81,15 @@ class Package:
         if fd >= 0:
             os.close(fd)
 
-    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
+    def boot(self, worker: int, life: int, context: JobContext[SlotSpace]) -> None:
         assert self._memory is not None
         view = self._memory.view
         self._job = unpack(view, *self._spec, lambda: view)
-        self._job.boot(worker, life, pulse)
+        self._job.boot(worker, life, context)
         self.run = self._job.run  # type: ignore[method-assign]  # straight on, from now on
 
-    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
+    def run(self, payload: memoryview, saved: memoryview, count: int) -> Reply:
         raise AssertionError("boot comes first")
-
-    def pack_error(self, error: remote_exception.Raised, space: SlotSpace) -> Reply:
-        return pack_error(error, space)
-
-
-def pack_error(error: remote_exception.Raised, space: SlotSpace) -> Reply:
-    """An exception into a slot, as every job does it. Of one that is too large, what people read."""
-    try:
-        return Reply(Kind.ERROR, *Packer().pack(error, space))
-    except Full:
-        return Reply(Kind.ERROR, *Packer().pack(error.brief(), space))
 
 
 class Surroundings:
@@ -176,7 +162,7 @@ def flush_output() -> None:
             getattr(sys, name).flush()
 
 
-def fork_keeper(orders: KeeperOrders, job: Job) -> int:
+def fork_keeper(orders: KeeperOrders, job: Job[SlotSpace]) -> int:
     """The pid of a keeper that is a fork of this process."""
     flush_output()  # or a worker would print our unwritten text again
     pid = 0
@@ -184,9 +170,10 @@ def fork_keeper(orders: KeeperOrders, job: Job) -> int:
     try:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, linux.NOTED_SIGNALS)  # inside: a handler may raise right after it
-            pid = os.fork()
+            with LoggingFree():
+                pid = os.fork()
             if pid == 0:
-                _keep(orders, job, before)
+                be(lambda: _keep(orders, job, before))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
@@ -197,14 +184,18 @@ def fork_keeper(orders: KeeperOrders, job: Job) -> int:
         raise
 
 
-def _keep(orders: KeeperOrders, job: Job, mask: Any) -> None:
-    """Never returns."""
+def _keep(orders: KeeperOrders, job: Job[SlotSpace], mask: Any) -> None:
+    signals = note_signals_only()
+    keeper = Keeper(orders, job, signals)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    keeper.run()
+
+
+def be(main: Callable[[], None]) -> NoReturn:
+    """A forked process does this, and nothing of what its parent has left to do."""
     status = 1
     try:
-        signals = note_signals_only()
-        keeper = Keeper(orders, job, signals)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        keeper.run()
+        main()
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -212,17 +203,14 @@ def _keep(orders: KeeperOrders, job: Job, mask: Any) -> None:
         os._exit(status)
 
 
-def spawn_keeper(orders: KeeperOrders, job: Job) -> BaseProcess:
+def spawn_keeper(orders: KeeperOrders, job: Job[SlotSpace]) -> BaseProcess:
     """A keeper in an interpreter that knows nothing of the trainer but what is pickled."""
     package = Package(job)
     context = multiprocessing.get_context("forkserver")
-    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    wanted = type(job).__module__  # what a worker does, and with it torch
-    if wanted not in modules:
-        context.set_forkserver_preload([*modules, wanted])
+    preload(type(job).__module__)  # what a worker does, and with it torch
     process: BaseProcess = context.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
     try:
-        with _true_main():
+        with true_main():
             process.start()
     except (ValueError, ChildProcessError) as error:
         # The fork server takes 256 descriptors at most, and each shared tensor of the dataset is one. And a forked
@@ -232,7 +220,7 @@ def spawn_keeper(orders: KeeperOrders, job: Job) -> BaseProcess:
         package.close_in_trainer()
         fresh = multiprocessing.get_context("spawn")
         process = fresh.Process(target=_keep_spawned, args=(Cord(orders), package), name=NAME)
-        with _true_main():
+        with true_main():
             process.start()
     finally:
         package.close_in_trainer()
@@ -241,26 +229,11 @@ def spawn_keeper(orders: KeeperOrders, job: Job) -> BaseProcess:
     return process
 
 
-@contextmanager
-def _true_main() -> Iterator[None]:
-    """A program that is read from stdin calls its file "<stdin>", and a new process would look for that in vain."""
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file is None or os.path.exists(file):
-        yield
-        return
-    main.__file__ = None
-    try:
-        yield
-    finally:
-        main.__file__ = file
-
-
-def main_is_importable() -> bool:
-    """True when a spawned process imports the trainer's main module again; not from stdin, nor in a notebook."""
-    with _true_main():
-        data = spawn.get_preparation_data(NAME)
-    return "init_main_from_name" in data or "init_main_from_path" in data
+def preload(module: str) -> None:
+    """A fork server that is started from now on has this module, and so pays for its import once."""
+    modules: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if module not in modules:
+        forkserver.set_forkserver_preload([*modules, module])
 
 
 def _keep_spawned(cord: Cord, package: Package) -> None:

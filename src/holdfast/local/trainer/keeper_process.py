@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
+from holdfast.core.host import Job
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.protocol.wire import MOST_BYTES, KeeperUp, Message, decode, encode
 from holdfast.local.trainer import keeper_birth
-from holdfast.local.worker.loop import Job
+from holdfast.shm.slot_writer import SlotSpace
 from holdfast.system import linux
 
 # A forked keeper that says nothing for this long may have inherited a held lock. (A spawned one imports torch first.)
@@ -36,7 +37,7 @@ DEAF_S = 300.0
 class KeeperProcess:
     """`fork`: from the trainer, or from a fresh interpreter."""
 
-    def __init__(self, job: Job, *, fork: bool) -> None:
+    def __init__(self, job: Job[SlotSpace], *, fork: bool) -> None:
         self._job = job
         self._fork = fork
         self._process: BaseProcess | None = None

@@ -12,10 +12,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, assert_never
+from collections.abc import Sequence
+from typing import assert_never
 
-from holdfast.core.host import Room, Silence
+from holdfast.core.host import Job, Room, Silence, StreamEnd
 from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage, What
 from holdfast.errors import HoldfastError
 from holdfast.local.keeper.fork_worker import KeeperOrders
@@ -39,16 +39,14 @@ from holdfast.local.trainer.worker_channel import (
     BEGINNING,
     STAYING,
     Journals,
-    SlotResult,
     WorkerChannel,
     WorkerHandle,
     begin_life,
     exit_code,
 )
-from holdfast.local.worker.loop import Job
 from holdfast.shm import forks
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import SMALL, unpack
+from holdfast.shm.slot_writer import SlotSpace
 from holdfast.shm.slots import Gate
 from holdfast.system import linux, procfs
 from holdfast.system.cgroups import OomWatch
@@ -68,26 +66,23 @@ class LocalHost:
         self,
         workers: int,
         busy: int,
-        job: Job,
+        job: Job[SlotSpace],
         *,
         fork: bool,
         sample_timeout: float | None,
         growth_bytes: int | None,
         need: int = 0,
-        gate: Gate | None = None,
         take_back: bool = False,
         fixed: bool = False,
         enough: int | None = None,
     ) -> None:
-        """`busy`: how many tasks may be out at once. `fork`: from the trainer, or from a fresh interpreter. `need`:
-        bytes that a worker needed in an earlier epoch. `gate`: where a device reads slots. `take_back`: tasks that were
-        sent and not begun may be wanted back. `fixed`: no worker can do the work of another. `enough`: slots of a
-        worker, see shm/slot_claims.py.
+        """See `HostMaker`. `fork`: from the trainer, or from a fresh interpreter. `enough`: slots of a worker, see
+        shm/slot_claims.py.
         """
         self._fixed = fixed
         self._enough = enough
         self._takes_back = take_back
-        self._gate = gate
+        self._gate: Gate | None = None
         self._busy = busy
         self._settings = (sample_timeout, growth_bytes)
         self.need = need
@@ -98,7 +93,7 @@ class LocalHost:
         self._channels: list[WorkerChannel | None] = [None] * workers
         self.marks = [0] * workers  # the last one of each worker, over all its lives; always this list
         self.items: dict[int, int] = {}  # worker -> items of its stream, by its own count; of those that have ended
-        self.ends: dict[int, bytes | None] = {}  # and what they say at their end; None where they say it is not known
+        self.ends: dict[int, bytes | StreamEnd] = {}  # and what they say at their end, or why they do not
         self._journals = Journals(sent=not take_back)
         self._events: list[Event | Silence | Room] = []
         self.resting = False  # it waits, and nothing is half done: what a signal handler raises now does no harm
@@ -122,6 +117,10 @@ class LocalHost:
             self.close(0.0)
             raise
         self._closed = False
+
+    def lend_through(self, gate: Gate) -> None:
+        """Where a device reads slots."""
+        self._gate = gate
 
     def _open(self) -> None:
         workers = len(self._channels)
@@ -185,14 +184,6 @@ class LocalHost:
         self._close_pulses()
         self._over = True
 
-    def close_for_good(self) -> None:
-        """As `close`, where nobody would call again, and Python only prints what is raised."""
-        try:
-            self.close()
-        except BaseException:
-            self.close(0.0)
-            raise
-
     def close_in_child(self) -> None:
         """In a forked child of the trainer: it has no part in this. (A new keeper keeps what `KeeperOrders` names.)"""
         self._closed = True
@@ -252,7 +243,7 @@ class LocalHost:
             if self._keeper_process.wait_for_word(left):
                 self._hear_keeper()
 
-    # KeeperOrders --------------------------------------------------------------------------------------------------------
+    # Orders --------------------------------------------------------------------------------------------------------
     # Where the keeper is gone, `wait` finds that out and says so for each life.
 
     def start(self, worker: int, life: int) -> None:
@@ -472,25 +463,11 @@ class LocalHost:
         self.room = Room(self.room.workers, False)
         self._events.append(self.room)
 
-    # Parcels -------------------------------------------------------------------------------------------------------
-
     def take_journals(self) -> dict[int, tuple[bytes, int]]:
         """By task: what workers that died had done of theirs, for whoever does not want it sent to the next life."""
         journals = dict(self._journals)
         self._journals.clear()
         return journals
-
-    def take_out(self, parcel: object, small: int = SMALL, read: Callable[..., Any] = unpack) -> Any:
-        """What a parcel holds. Its slot is free when the last view of it is gone.
-
-        Leaves below `small` bytes are copied out of it. `read`: as `unpack`, where it was not packed as usual.
-        """
-        assert isinstance(parcel, SlotResult)
-        return parcel.open(self._gate, small, read)
-
-    def discard(self, result: object) -> None:
-        if isinstance(result, SlotResult) and result.slots is not None:
-            result.slots.put_back(result.slot)
 
 
 # Wakeup: waits until a worker, the keeper or another thread has something to say.
@@ -544,7 +521,7 @@ class Wakeup:
     def _look_a_while(self) -> list[tuple[int, int]]:
         """What has come within a moment, if the last wait was as short.
 
-        Others who want this processor get it between two looks.
+        Others who want this processor get it between two looks; where that cannot be had, there is one look.
         """
         if self._quick:
             end = time.monotonic() + SPIN_S
@@ -552,7 +529,10 @@ class Wakeup:
                 ready = self._poll.poll(0)
                 if ready:
                     return ready
-                os.sched_yield()
+                try:
+                    os.sched_yield()
+                except OSError:  # a sandbox may refuse it
+                    break
         return []
 
     def close(self) -> None:

@@ -9,17 +9,16 @@ import resource
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
+from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, POSITION, SLOT
 from holdfast.core.messages import Cause, Place, Stage
 from holdfast.errors import HoldfastError
-from holdfast.local.protocol.pulse import JOURNAL_BYTES, JOURNALLED, POSITION, SLOT, Pulse
+from holdfast.local.protocol.pulse import Pulse
 from holdfast.local.protocol.wire import ELSEWHERE, TASK, LifeEnded, StartLife
 from holdfast.shm import forks
 from holdfast.shm.memory import Memory, new_file
-from holdfast.shm.pack import unpack
 from holdfast.shm.slot_writer import FileSpace
 from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Gate, Slots, stride_for, strides_for
 from holdfast.system import linux
@@ -57,61 +56,6 @@ START_S = 10.0
 # Descriptors that are open in the trainer while a life begins, and those that stay.
 BEGINNING, STAYING = 4, 1
 _NO_JOURNAL = (b"", 0)
-
-
-def _nothing_lent() -> None:
-    """All leaves are copied."""
-
-
-class SlotResult(NamedTuple):
-    """A finished batch that lies in a slot, or in a file of its own, or in one that could not be had."""
-
-    slots: Slots | None
-    slot: int
-    file: Memory | OSError | None
-    where: int
-    buffers: int
-    spec_bytes: int
-    failed: bool
-    worker: int
-
-    @property
-    def size(self) -> int:
-        """Bytes from the start of the slot to the end of the spec, which comes last."""
-        return self.where + 16 * self.buffers + self.spec_bytes
-
-    def open(self, gate: Gate | None, small: int, read: Callable[..., Any] = unpack) -> Any:
-        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied.
-
-        `read`: as `unpack`, where it was not packed as usual.
-        """
-        slots, slot = self.slots, self.slot
-        if slots is None:
-            if isinstance(self.file, OSError):
-                raise self.file
-            assert self.file is not None
-            return read(self.file.view, self.where, self.buffers, self.spec_bytes, self.file.export, small)
-        start = slot * slots.stride
-        view = slots.memory.view[start : start + slots.stride]
-        if self.where < small:  # and so is each leaf
-            try:
-                return read(view, self.where, self.buffers, self.spec_bytes, _nothing_lent, small)
-            finally:
-                slots.put_back(slot)
-        lent: list[bool] = []  # not `slots.lent`: it may have come back already, and been claimed again
-
-        def lend() -> memoryview | None:
-            view = slots.lend(slot)
-            lent.append(view is not None)
-            if view is not None and gate is not None:
-                gate.register(slots, slot, self.size)
-            return view
-
-        try:
-            return read(view, self.where, self.buffers, self.spec_bytes, lend, small)
-        finally:
-            if not any(lent):
-                slots.put_back(slot)
 
 
 class WorkerChannel:
@@ -302,8 +246,13 @@ class WorkerHandle:
     def pid(self) -> int | None:
         return self._host.pid_of(self._worker, START_S)
 
+    @property
+    def has_life(self) -> bool:
+        """False for a worker that is not needed for now."""
+        return self._host.has_life(self._worker)
+
     def is_alive(self) -> bool:
-        if self._host.closed or not self._host.has_life(self._worker):
+        if self._host.closed or not self.has_life:
             return False
         pid = self.pid
         return pid is None or linux.process_state(pid) not in ("", "Z")

@@ -11,84 +11,39 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from holdfast import remote_exception
+from holdfast.core.host import BASE, JOURNALLED, SINCE, STAGE, Job, Reply, ReplyKind, Spent
 from holdfast.core.messages import Leave, Stage
 from holdfast.local.protocol.pulse import (
     ASKED,
-    BASE,
     BUSY_NS,
     BYTES,
     DUMPABLE,
     FLOOR,
-    JOURNALLED,
     LAST_SIGNAL,
     LEAVING,
     SIGNALS,
-    SINCE,
-    STAGE,
     TASK,
     TASKS,
     WANTED,
     Pulse,
 )
-from holdfast.local.protocol.wire import ELSEWHERE, MAGIC, RECORD, Kind
+from holdfast.local.protocol.wire import ELSEWHERE, MAGIC, RECORD
 from holdfast.local.protocol.wire import TASK as TASK_RECORD
 from holdfast.local.worker.thresholds import Thresholds
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory import Memory
 from holdfast.shm.pack import Packer
 from holdfast.shm.slot_claims import NO_SLOT, SlotClaims
-from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
+from holdfast.shm.slot_writer import Full, SlotSpace
 from holdfast.shm.slots import slot_view, strides_for
 from holdfast.system import linux
 from holdfast.system.signals import CRASH_SIGNALS, note_gil
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _IDLE = Stage.IDLE
-
-
-class Reply(NamedTuple):
-    """What became of one task.
-
-    `file`: the descriptor of a batch that did not fit its slot. `mark`: a number that the job wants to have kept for
-    this worker, to be given to its next life (the place in a stream).
-    """
-
-    kind: Kind
-    where: int = 0
-    buffers: int = 0
-    spec_bytes: int = 0
-    bad: int = 0
-    file: int = -1
-    mark: int = 0
-
-
-class Spent(Exception):
-    """This life was refused something that a fresh one may get: the task is to be done by the next."""
-
-    def __init__(self, why: Leave, facts: tuple[str, ...]) -> None:
-        super().__init__(why, facts)
-        self.why = why
-        self.facts = facts
-
-
-class Job(Protocol):
-    """What workers do. Made in the trainer; forked with the keeper, or pickled to it."""
-
-    def boot(self, worker: int, life: int, pulse: Pulse) -> None:
-        """In the new worker, once; what it raises ends the run."""
-
-    def run(self, payload: memoryview, saved: memoryview, count: int, claims: SlotClaims) -> Reply:
-        """One task: its payload in, its batch into a slot. Raises `Spent`, and nothing that user code raised.
-
-        `saved` is what the last life had done of it: `count` samples.
-        """
-
-    def pack_error(self, error: remote_exception.Raised, space: SlotSpace) -> Reply:
-        """An exception into the slot."""
 
 
 class Wiring(NamedTuple):
@@ -109,14 +64,24 @@ class Wiring(NamedTuple):
     enough: int | None
 
 
+class WorkerContext(NamedTuple):
+    """A `JobContext`: the pulse and the slots of this life."""
+
+    words: memoryview
+    enter: Callable[..., None]
+    walk: Callable[..., Iterator[Any]]
+    output: SlotClaims
+
+
 class WorkerLoop:
     """One life."""
 
-    def __init__(self, wiring: Wiring, job: Job, pulse: Pulse) -> None:
+    def __init__(self, wiring: Wiring, job: Job[SlotSpace], pulse: Pulse) -> None:
         self._wiring = wiring
         self._job = job
         self._pulse = pulse
         self._memory: Memory
+        self._claims: SlotClaims
         self._kept_waiting_ns = 0  # by the trainer, with something to say
         self._hung_up = select.poll()
         self._hung_up.register(wiring.tasks, 0)
@@ -128,6 +93,7 @@ class WorkerLoop:
         wiring = self._wiring
         self._memory = Memory(wiring.memory, strides_for(wiring.slots, wiring.boxes) * wiring.stride)
         os.close(wiring.memory)
+        self._claims = SlotClaims(self._memory, wiring.stride, wiring.slots, wiring.enough, self._may_wait)
         if self._boot():
             try:
                 self._loop()
@@ -158,42 +124,47 @@ class WorkerLoop:
     def _boot(self) -> bool:
         wiring = self._wiring
         try:
-            self._job.boot(wiring.worker, wiring.life, self._pulse)
+            context = WorkerContext(self._pulse.words, self._pulse.enter, self._pulse.walk, self._claims)
+            self._job.boot(wiring.worker, wiring.life, context)
         except BaseException as error:  # user code: unpickling, worker_init_fn
             captured = remote_exception.capture(error)
             self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
             last = wiring.slots + wiring.boxes
             view, address = slot_view(self._memory, wiring.stride, last)
             space = SlotSpace(view[: -wiring.slots], address)  # behind it are the states of the slots
-            reply = self._job.pack_error(captured, space)
-            self._announce(-1, last, reply._replace(kind=Kind.BOOT_FAILED))
+            packer = Packer()
+            try:
+                content = packer.pack(captured, space)
+            except Full:
+                content = packer.pack(captured.brief(), space)
+            self._announce(-1, last, Reply(ReplyKind.BOOT_FAILED, *content))
             return False
         if wiring.growth_bytes is not None:
             linux.limit_growth(wiring.growth_bytes)
         self._pulse.words[BASE] = max(1, linux.memory_of()[1])
         self._pulse.enter(Stage.IDLE)
-        self._announce(-1, NO_SLOT, Reply(Kind.BOOTED))
+        self._announce(-1, NO_SLOT, Reply(ReplyKind.BOOTED))
         return True
 
     def _loop(self) -> None:
         enter, words, run = self._pulse.enter, self._pulse.words, self._job.run
         view, stride = self._memory.view, self._wiring.stride
-        claims = SlotClaims(self._memory, stride, self._wiring.slots, self._wiring.enough, self._may_wait)
-        os.register_at_fork(after_in_child=partial(self._close_in_child, claims))
+        claims = self._claims
+        os.register_at_fork(after_in_child=self._close_in_child)
         clock = time.monotonic_ns
         # One, where others may be taken back.
         most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
         while data := os.read(self._wiring.tasks, most):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
                 if task < words[FLOOR]:
-                    self._announce(task, NO_SLOT, Reply(Kind.ABANDONED))
+                    self._announce(task, NO_SLOT, Reply(ReplyKind.ABANDONED))
                     continue
                 words[TASK], words[JOURNALLED] = task, 0
                 began = clock() - claims.waited_ns - self._kept_waiting_ns
                 letter = box * stride
                 end = letter + abs(size)
                 payload = view[letter:end] if size >= 0 else _elsewhere(view[letter:end])
-                reply = run(payload, view[end : end + saved], count, claims)
+                reply = run(payload, view[end : end + saved], count)
                 sent = reply.where + reply.spec_bytes
                 words[TASKS] += 1
                 words[BYTES] += sent
@@ -204,9 +175,9 @@ class WorkerLoop:
                     return
         words[LEAVING] = words[ASKED]
 
-    def _close_in_child(self, claims: SlotClaims) -> None:
+    def _close_in_child(self) -> None:
         """A process that user code forks has no part in this: it gets no task, and nobody hears it."""
-        claims.close_in_child()
+        self._claims.close_in_child()
         wiring = self._wiring
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in (wiring.tasks, wiring.results, wiring.files.fileno()):
@@ -271,39 +242,6 @@ def _elsewhere(letter: memoryview) -> memoryview:
         if os.fstat(file.fileno()).st_ino != inode:
             raise OSError("the trainer has closed this file meanwhile: the task is not wanted any more")
         return memoryview(file.read())
-
-
-class Failing(Protocol):
-    """How a task failed."""
-
-    def brief(self) -> object:
-        """What always finds room in a slot, and always pickles."""
-
-
-def error_reply(packer: Packer, failure: Failing, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
-    """A task ends in this: in the slot, or in a file of its own if that is too small."""
-    try:
-        return Reply(Kind.ERROR, *packer.pack(failure, space), bad, mark=mark)
-    except Full:
-        reply = _error_in_file(packer, failure)
-    except BaseException:  # user code: an index that pickles no more
-        reply = None
-    if reply is None:
-        space.clear()
-        reply = Reply(Kind.ERROR, *packer.pack(failure.brief(), space))
-    return reply._replace(bad=bad, mark=mark)
-
-
-def _error_in_file(packer: Packer, failure: Failing) -> Reply | None:
-    """None where the system refuses the file."""
-    fd = -1
-    try:
-        fd = new_file("error", 0)
-        return Reply(Kind.ERROR_IN_FILE, *packer.pack(failure, FileSpace(fd)), file=fd)
-    except OSError:
-        if fd >= 0:
-            os.close(fd)
-        return None
 
 
 def _mind_forks() -> None:

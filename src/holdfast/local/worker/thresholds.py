@@ -1,9 +1,11 @@
-"""Thresholds: when a worker has taken so much that it should make room for a fresh one. Which process: the keeper; and a
-worker that was asked to leave, once more, before it does.
+"""Thresholds: when a worker has taken so much that it should make room for a fresh one.
 
-Memory counts as growth since the worker was ready, private pages only: a fork begins with all of its parent's, and
-slots belong to the batches in them. At the soft mark the worker is asked to leave after its batch. At the hard one it
-is killed; mostly an allocation is refused before (RLIMIT_DATA, see limits.py), and the worker says so itself.
+The keeper asks this on every tick. A worker that was asked to leave asks once more before it leaves.
+
+Memory counts as growth since the worker was ready, private pages only: a fork begins with all of its parent's pages,
+and slots belong to the batches in them. At the soft threshold the keeper asks the worker to leave after its batch. At
+the hard one it kills the worker. Mostly the system refuses an allocation before that (RLIMIT_DATA, see
+system/linux.py), and the worker reports that itself.
 """
 
 import resource

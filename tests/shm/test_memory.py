@@ -1,0 +1,56 @@
+"""Mapped memory files."""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+from holdfast.shm import memory
+from holdfast.shm.memory import Memory, new_file
+
+from ..interrupt import Alarm, Interrupt, handler_raises
+
+SIZE = 1 << 16
+
+
+def mapped():
+    fd = new_file("ends-here", SIZE)
+    try:
+        return Memory(fd, SIZE)
+    finally:
+        os.close(fd)
+
+
+def how_many():
+    return Path("/proc/self/maps").read_text().count("holdfast-ends-here")
+
+
+def test_a_mapping_ends_with_its_object():
+    """And with the last thing that looks into it."""
+    one = mapped()
+    assert how_many() == 1
+    view = one.export()
+    del one
+    assert how_many() == 1
+    view.release()
+    del view
+    assert how_many() == 0
+
+
+def test_a_handler_that_raises_at_its_end_leaves_a_mapping_to_the_next_end(monkeypatch):
+    """Python only prints what is raised there; nothing stays mapped for good, and nothing is unmapped twice."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    for at in itertools.count(1):
+        one = mapped()
+        try:
+            with handler_raises(Alarm), Interrupt(at, memory.__file__) as cut:
+                del one
+        except Alarm:
+            pass
+        other = mapped()
+        other.view[:3] = b"abc"
+        del other
+        assert how_many() == 0, f"at bytecode {at}"
+        if cut.seen < at:
+            break
+    assert at > 10
