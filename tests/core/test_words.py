@@ -13,8 +13,10 @@ from holdfast.policy import Policy
 
 
 def told(tree):
-    """The texts that may stand in core/: docstrings, and what an assertion says to an engineer."""
+    """The texts that may stand in core/: docstrings, types, and what an assertion says to an engineer."""
     for node in ast.walk(tree):
+        for type_ in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            yield from ast.walk(type_) if type_ is not None else ()
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield node.value
         elif isinstance(node, ast.Assert) and node.msg is not None:

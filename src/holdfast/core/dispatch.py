@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from holdfast.core.messages import Action, Send, Start
-from holdfast.core.roster import Roster, Task, WorkerState
+from holdfast.core.roster import Phase, Roster, Task, WorkerState
 
 
 class Dispatch:
@@ -90,16 +90,16 @@ class Dispatch:
 
     def _pass_on(self, worker: WorkerState, task: Task) -> Sequence[Action]:
         send = self.send(worker, task)
-        if worker.started:
+        if worker.phase is not Phase.WAITING:
             return (send,)
-        worker.started = True
+        worker.move(Phase.STARTING)
         return (Start(worker.id, worker.life), send)
 
     def _choose(self) -> WorkerState:
         """Who gets the next task, of those who have a place: somebody who has nothing to do, if there is one."""
         while self._idle:
             worker = self._idle.popleft()
-            if not (worker.tasks or worker.leaving or worker.away):  # it may have changed since
+            if not worker.tasks and worker.phase <= Phase.READY:  # it may have changed since
                 self._free.remove(worker)
                 break
         else:
@@ -120,7 +120,7 @@ class Dispatch:
     def free(self, worker: WorkerState) -> None:
         """One of its tasks is over, or not its any more."""
         worker.used -= 1
-        if worker.used < self._depth and not (worker.away or worker.leaving):
+        if worker.used < self._depth and worker.phase <= Phase.READY:
             self._free.append(worker)
             if self._even and not worker.tasks:
                 self._idle.appendleft(worker)  # before those that are not started yet
@@ -206,14 +206,14 @@ class Streams(RoundRobin):
     @property
     def open(self) -> bool:
         """False when every stream has come to its end."""
-        return any(worker.open for worker in self._workers)
+        return any(worker.phase < Phase.ENDED for worker in self._workers)
 
     def next(self, task: Task) -> WorkerState | None:
         count = len(self._workers)
         for busy_too in (self._in_order, True):
             for at in range(self._at, self._at + count):
                 worker = self._workers[at % count]
-                if worker.open and (busy_too or len(worker.tasks) < self._depth):
+                if worker.phase < Phase.ENDED and (busy_too or len(worker.tasks) < self._depth):
                     self._at = (at + 1) % count
                     task.number = worker.drawn
                     worker.drawn += 1

@@ -90,7 +90,7 @@ class Inquest:
         past.spent = max(past.spent, position)
 
     def _count(self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None) -> None:
-        if not worker.ready and not _maybe_chance(event):
+        if not worker.came_up and not _maybe_chance(event):
             self.budget.died_in_boot(worker.id)
         if task is None or on is None:
             self.budget.died(worker.id, None)

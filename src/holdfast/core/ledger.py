@@ -67,7 +67,7 @@ from holdfast.core.messages import (
     Withdrawn,
 )
 from holdfast.core.restart_budget import BadSampleBreaker
-from holdfast.core.roster import SPARES, Roster, Task, WorkerState
+from holdfast.core.roster import SPARES, Phase, Roster, Task, WorkerState
 from holdfast.policy import Policy
 
 
@@ -150,7 +150,7 @@ class Ledger:
     @property
     def streams_left(self) -> dict[int, int]:
         """WorkerState -> batches asked of its stream, where that has not come to its end."""
-        return {worker.id: worker.drawn for worker in self._workers if worker.open and worker.drawn}
+        return {worker.id: worker.drawn for worker in self._workers if worker.phase < Phase.ENDED and worker.drawn}
 
     @property
     def parked(self) -> list[object]:
@@ -241,7 +241,7 @@ class Ledger:
         if self._rotation is not None:
             return
         worker = self._workers[task.worker]
-        if self._share is not None and worker.served >= self._share and not (worker.leaving or worker.away):
+        if self._share is not None and worker.served >= self._share and worker.phase <= Phase.READY:
             self._let_go(worker)
             actions.append(Release(worker.id, worker.life))
         self._dispatch.free(worker)
@@ -303,7 +303,7 @@ class Ledger:
         return self._end_stream(worker)
 
     def _end_stream(self, worker: WorkerState) -> list[Action]:
-        worker.open = False
+        worker.move(Phase.ENDED)
         assert self._streams is not None
         self._streams.ended += 1
         for task in worker.tasks.values():
@@ -316,7 +316,7 @@ class Ledger:
     def _booted(self, event: Booted) -> Sequence[Action]:
         worker = self._workers[event.worker]
         if event.life == worker.life:
-            worker.ready = True
+            self._roster.booted(worker)
             self._budget.booted(worker.id)
         return ()
 
@@ -329,9 +329,9 @@ class Ledger:
 
     def _exited(self, event: Exited) -> Sequence[Action]:
         worker = self._workers[event.worker]
-        if event.life != worker.life or worker.away:
+        if event.life != worker.life or worker.phase >= Phase.AWAY:
             return ()
-        if not worker.open:
+        if worker.phase is Phase.ENDED:
             self._roster.next_life(worker)
             return [Note(event, Did.NOTHING, 0, 0)]
         on = event.on if event.on is not None and event.on.task in worker.tasks else None
@@ -380,7 +380,7 @@ class Ledger:
         actions = self._replace(worker)
         if event.cause is Cause.RECYCLED and event.code == Leave.ASKED:
             return actions  # as we wished: no incident
-        did = Did.WENT_ON if worker.away else Did.REFRESHED
+        did = Did.WENT_ON if worker.phase is Phase.AWAY else Did.REFRESHED
         return [Note(event, did, 0, 0, at_work=self.at_work), *actions]
 
     def _renew(self, event: Exited) -> list[Action]:
@@ -443,11 +443,11 @@ class Ledger:
         leaving, coming = self._roster.allow(event.workers)
         for worker in leaving:
             self._dispatch.close(worker)
-            if worker.started:
+            if worker.phase is not Phase.AWAY:
                 actions.append(Retire(worker.id, worker.life))
         for worker in coming:
             self._roster.bring_back(worker)
-            if worker.started:
+            if worker.phase is Phase.STARTING:
                 actions.append(Start(worker.id, worker.life))
             actions += self._dispatch.open(worker)
         self._roster.count()

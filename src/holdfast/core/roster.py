@@ -6,41 +6,62 @@ says who that is: who has to leave, who comes back, and who gets a next life. Wh
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """Where a worker is in its life. Up to READY it gets tasks."""
+
+    WAITING = 0  # it has no process yet; one is started when it is needed
+    STARTING = 1  # its process is on its way up
+    READY = 2
+    ENDED = 3  # its stream has ended (iterable datasets); its process is idle
+    STOPPING = 4  # it is to leave, and its process is still on its way up
+    LEAVING = 5  # it is to leave after the task that it is on
+    AWAY = 6  # it has no process: fewer workers are allowed for now
+    GONE = 7  # it has no process, and needs none: its stream had ended
+
+
+# From each phase: where a worker can go next. STARTING again is a new life.
+MOVES = {
+    Phase.WAITING: {Phase.STARTING, Phase.AWAY},
+    Phase.STARTING: {Phase.STARTING, Phase.READY, Phase.ENDED, Phase.STOPPING},
+    Phase.READY: {Phase.STARTING, Phase.ENDED, Phase.LEAVING},
+    Phase.ENDED: {Phase.GONE},
+    Phase.STOPPING: {Phase.STARTING, Phase.LEAVING, Phase.AWAY},
+    Phase.LEAVING: {Phase.STARTING, Phase.READY, Phase.AWAY},
+    Phase.AWAY: {Phase.WAITING, Phase.STARTING},
+    Phase.GONE: set[Phase](),
+}
 
 
 class WorkerState:
-    """One worker, in its present life. `life` to `gone` are the roster's to write, `tasks` and `used` those of
-    hands.py, `open` and `drawn` those of rotation.py.
-    """
+    """One worker, in its present life. The roster writes `life`, `phase` and `served`; dispatch.py the rest."""
 
-    __slots__ = (
-        "away",
-        "drawn",
-        "gone",
-        "id",
-        "leaving",
-        "life",
-        "open",
-        "ready",
-        "served",
-        "started",
-        "tasks",
-        "used",
-    )
+    __slots__ = ("drawn", "id", "life", "phase", "served", "tasks", "used")
 
-    def __init__(self, id: int, life: int) -> None:
+    def __init__(self, id: int, life: int, phase: Phase) -> None:
         self.id = id
         self.life = life
-        self.ready = False  # it has come up
-        self.started = True  # or it was not needed yet
+        self.phase = phase
         self.served = 0  # tasks finished in this life
-        self.leaving = False  # this life is to end: it gets no more tasks
-        self.away = False  # it has no life for now
-        self.gone = False  # its stream had ended when it died: it needs no other life in this epoch
         self.tasks: dict[int, Task] = {}  # in the order they were sent
         self.used = 0  # tasks that were given to it and are not delivered yet
-        self.open = True  # its stream has more (iterable datasets)
         self.drawn = 0  # batches asked of its stream
+
+    @property
+    def leaving(self) -> bool:
+        """It gets no more tasks, and its process is to end."""
+        return self.phase in (Phase.STOPPING, Phase.LEAVING)
+
+    @property
+    def came_up(self) -> bool:
+        """Its process has come up."""
+        return self.phase in (Phase.READY, Phase.ENDED, Phase.LEAVING)
+
+    def move(self, to: Phase) -> None:
+        assert to in MOVES[self.phase], f"worker {self.id}: {self.phase.name} to {to.name}"
+        self.phase = to
 
 
 class Roster:
@@ -51,45 +72,57 @@ class Roster:
     def __init__(self, workers: int, running: Sequence[int], allowed: int | None, *, fixed: bool, lazy: bool) -> None:
         self._fixed = fixed
         self._lazy = lazy
-        self.workers = [WorkerState(i, abs(running[i]) if running else 1) for i in range(workers)]
         self.allowed = workers if allowed is None or fixed else max(1, min(workers, allowed))
-        for worker in self.workers:
-            dead = bool(running) and running[worker.id] < 0
-            worker.away = (dead and not fixed) or (not running and worker.id >= self.allowed)
-            worker.started = not lazy
-            worker.ready = bool(running) and not dead
+        lives = list(running) or [1] * workers
+        self.workers = [WorkerState(i, abs(life), self._first(i, life, bool(running))) for i, life in enumerate(lives)]
         self.at_work = 0  # how many there are to be for now
         self.count()
+
+    def _first(self, worker: int, life: int, running: bool) -> Phase:
+        """The phase in which an epoch finds a worker."""
+        if (life < 0 and not self._fixed) or (not running and worker >= self.allowed):
+            return Phase.AWAY
+        if running and life > 0:
+            return Phase.READY
+        return Phase.WAITING if self._lazy else Phase.STARTING
 
     @property
     def lives(self) -> list[int]:
         """The present life of each worker; below 0, the next one of a worker that has none."""
-        return [-worker.life if worker.away or worker.gone else worker.life for worker in self.workers]
+        return [-worker.life if worker.phase >= Phase.AWAY else worker.life for worker in self.workers]
 
     def present(self) -> list[WorkerState]:
-        """Those who get tasks."""
-        return [worker for worker in self.workers if not (worker.away or worker.leaving)]
+        """The workers that get tasks."""
+        return [worker for worker in self.workers if worker.phase <= Phase.READY]
 
     def unborn(self) -> list[WorkerState]:
-        """Those who are needed at once and have no process yet."""
-        return [worker for worker in self.workers if worker.started and not (worker.away or worker.ready)]
+        """The workers that are needed at once and have no process yet."""
+        return [worker for worker in self.workers if worker.phase is Phase.STARTING]
 
     def alive(self) -> list[WorkerState]:
-        """Those who have a process, or will have one soon."""
-        return [worker for worker in self.workers if worker.started and not (worker.away or worker.gone)]
+        """The workers that have a process, or will have one soon."""
+        return [worker for worker in self.workers if Phase.WAITING < worker.phase < Phase.AWAY]
 
     def count(self) -> None:
-        """After workers came or went."""
-        self.at_work = sum(not (worker.away or worker.leaving) for worker in self.workers)
+        """After workers came or went. A worker whose stream has ended counts: torch draws for it as well."""
+        self.at_work = sum(not (worker.leaving or worker.phase is Phase.AWAY) for worker in self.workers)
+
+    def booted(self, worker: WorkerState) -> None:
+        """Its process has come up. (A worker that goes on from the epoch before may say so only now.)"""
+        if worker.phase is Phase.STARTING:
+            worker.move(Phase.READY)
+        elif worker.phase is Phase.STOPPING:
+            worker.move(Phase.LEAVING)
 
     def let_go(self, worker: WorkerState) -> None:
-        """It shall leave, and gets a next life only if that many are allowed."""
-        worker.leaving = True
+        """It is to leave, and gets a next life only if that many are allowed."""
+        if not worker.leaving:
+            worker.move(Phase.LEAVING if worker.came_up else Phase.STOPPING)
         self.count()
 
     def keep(self, worker: WorkerState) -> None:
-        """It shall not leave after all."""
-        worker.leaving = False
+        """It is not to leave after all."""
+        worker.move(Phase.READY if worker.came_up else Phase.STARTING)
         self.count()
 
     def shrink(self, worker: WorkerState) -> bool:
@@ -101,37 +134,39 @@ class Roster:
         return True
 
     def allow(self, workers: int) -> tuple[list[WorkerState], list[WorkerState]]:
-        """So many may be at work: who has to leave now, and who may come back (`bring_back`)."""
+        """So many workers are allowed. Gives those that have to leave now, and those that may come back
+        (`bring_back`).
+        """
         if self._fixed:
             return [], []
         self.allowed = max(1, workers)
         present = self.present()
         surplus = present[self.allowed :]
+        absent = [worker for worker in self.workers if worker.phase is Phase.AWAY]
         for worker in surplus:
-            if worker.started:
-                worker.leaving = True
+            if worker.phase is Phase.WAITING:
+                worker.move(Phase.AWAY)  # it has no process that could be asked
             else:
-                worker.away = True  # there is nobody to ask
+                self.let_go(worker)
         self.count()
-        absent = [worker for worker in self.workers if worker.away]
         return surplus, absent[: max(0, self.allowed - len(present))]
 
     def bring_back(self, worker: WorkerState) -> None:
         """It has a life again; `count` when all have."""
-        worker.away, worker.ready, worker.started = False, False, not self._lazy
+        worker.move(Phase.WAITING if self._lazy else Phase.STARTING)
 
     def next_life(self, worker: WorkerState) -> bool:
         """Its life is over. True if another follows: not where its stream has ended, or fewer workers are allowed."""
         worker.life += 1
-        worker.ready = False
         worker.served = 0
-        if not worker.open:
-            worker.gone = True
+        if worker.phase is Phase.ENDED:
+            worker.move(Phase.GONE)
             return False
-        if worker.leaving:
-            worker.away = self.at_work >= self.allowed
-            self.keep(worker)
-        return not worker.away
+        left = worker.leaving
+        worker.move(Phase.AWAY if left and self.at_work >= self.allowed else Phase.STARTING)
+        if left:
+            self.count()
+        return worker.phase is Phase.STARTING
 
 
 # Task: one batch on its way, and what it has been through. The ledger writes the first, the inquest the second.

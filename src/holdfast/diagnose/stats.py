@@ -72,7 +72,7 @@ def to_dict(stats: Stats) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any], of_pool: bool) -> Stats:
-    """What `to_dict` made, perhaps in another version of Holdfast: missing fields are 0, unknown ones are left out."""
+    """What `to_dict` made, perhaps in another version: what is missing is 0, what is unknown is left out."""
     kind: type[LoaderStats] | type[PoolStats] = PoolStats if of_pool else LoaderStats
     rows = tuple(WorkerStats(**_known(WorkerStats, row)) for row in data.get("per_worker", ()))
     return kind(**{**_known(kind, data), "per_worker": rows})
