@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -122,6 +122,30 @@ def free_descriptors(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in fillers:
             os.close(fd)
+
+
+def until(what: Callable[[], object], sentence: str, seconds: float = 20.0) -> None:
+    """Wait until it is true. `sentence` says what is wrong if it is not true in time."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, sentence
+        time.sleep(0.005)
+
+
+def lay(root: Path, files: dict[str, str]) -> Path:
+    """A machine as a tree of files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run folder of this test: HOLDFAST_RUN_DIR names it, and the first loader makes it."""
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,7 @@ import sys
 
 def holdfast(*words, timeout=100):
     return subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", *words], capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, "-m", "holdfast", *words], capture_output=True, text=True, timeout=timeout, check=False
     )
 
 

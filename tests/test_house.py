@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import RankExited, RankRaised, core, errors, launch, local, system
+from holdfast import RankExited, RankRaised, cli, core, errors, launch, local, system
 from holdfast.testing import FAULTS
 
 SOURCE = Path(holdfast.__file__).parent
@@ -26,6 +26,7 @@ LEVELS = [
     {"loader", "launch", "pool"},
     {"testing"},
     {"cli"},
+    {"__main__"},
 ]
 
 
@@ -109,7 +110,7 @@ def test_the_map_of_the_package_is_true():
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
 
 
-@pytest.mark.parametrize("room", [core, system, local, launch], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("room", [core, system, local, launch, cli], ids=lambda room: room.__name__)
 def test_the_map_of_a_room_is_true(room):
     """Every module, and every folder, stands at the beginning of a line, before its description; nothing else does."""
     named = re.findall(r"^ *(\w+)/?  +", room.__doc__, re.MULTILINE)

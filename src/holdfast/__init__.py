@@ -11,9 +11,9 @@ loader/            the DataLoader, where iterator.py is the main path; CachedDat
 pool/              the Pool: any calls, in processes that may die
 launch/            spawn: N ranks, the first failure named, all started again if you wish
 testing/           faults to inject, for our tests and yours
-cli/               the command line
+cli/               the command line, which __main__ runs
 
-An import points one way, down this list: a test keeps it so. core/, system/ and local/ have maps of their own.
+An import points one way, down this list: a test keeps it so. core/, system/, local/, launch/ and cli/ have maps of their own.
 """
 
 from holdfast.diagnose.report import Incident, Report

@@ -1,7 +1,5 @@
 """The doctor's judgement, on machines that are records and trees of files: no process is started."""
 
-from pathlib import Path
-
 import pytest
 
 from holdfast.diagnose import doctor, fitness, libraries
@@ -11,18 +9,10 @@ from holdfast.diagnose.forecast import forecast, memory_forecast, recommend
 from holdfast.diagnose.libraries import Process, check_process, openmp_runtimes
 from holdfast.diagnose.machine import Machine, read_machine
 from holdfast.system.cgroups import ControlGroup
+from tests.conftest import lay
 
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-def lay(root: Path, files: dict[str, str]) -> Path:
-    """A machine as a tree of files."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
 
 
 # Reading -------------------------------------------------------------------------------------------------------------

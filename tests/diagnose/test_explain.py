@@ -346,7 +346,7 @@ def test_the_command_says_when_nothing_is_known(tmp_path, capsys):
     path.write_text("epoch 1\nepoch 2\n")
     assert holdfast_explain(str(path)) == 1
     told = capsys.readouterr().out
-    assert told.startswith("nothing known in 2 lines\n")
+    assert told.startswith("no known finding in 2 lines\n")
     assert all(kind in told.replace("\n", " ") for kind in KINDS)
     assert holdfast_explain(str(path), "--json") == 1
     assert json.loads(capsys.readouterr().out) == {"lines": 2, "findings": []}

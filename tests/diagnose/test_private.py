@@ -6,6 +6,7 @@ import stat
 import pytest
 
 from holdfast.diagnose.run_folder import RunFolder
+from holdfast.diagnose.stats import LoaderStats
 from holdfast.launch.output import Output
 
 SOMEBODY = 65534
@@ -39,7 +40,7 @@ def keep(folder):
     part = RunFolder(str(folder), "loader", Dataset())
     part.write({"headline": "it died"})
     part.write({"headline": "it died again"})
-    part.write_totals(dict, running=False)
+    part.write_totals(LoaderStats, running=False)
     return part
 
 
@@ -119,7 +120,7 @@ def test_a_name_that_leads_elsewhere_is_not_written_through(tmp_path, caplog, pl
     path = {"incidents": part.file, "dataset": part.file.with_suffix(".dataset"), "totals": totals}[what]
     plant(tmp_path / "precious", path.with_suffix(".draft") if what == "totals" else path)
     part.write({"headline": "it died"})
-    part.write_totals(dict)
+    part.write_totals(LoaderStats)
     assert (tmp_path / "precious").read_text() == "mine"
     assert mode(tmp_path / "precious") == 0o644
     assert ("cannot be kept" in caplog.text) == (what == "incidents")

@@ -5,9 +5,12 @@ import signal
 import time
 from dataclasses import replace
 
+import pytest
+
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.report import KEPT, BadSample, Record, Report, incident_of
+from holdfast.diagnose.stats import LoaderStats, PoolStats, WorkerStats, from_dict, to_dict
 from holdfast.system.evidence import Evidence, View
 
 CRASH = Case(
@@ -26,7 +29,7 @@ CRASH = Case(
     evidence=Evidence(pid=4711, stack="Fatal Python error: Segmentation fault"),
     did="left the sample out",
 )
-STATS = {"batches": 3, "samples": 12, "restarts": 1, "bad_samples": 1, "retries": 0, "waited_s": 0.1, "workers": 2}
+STATS = LoaderStats(batches=3, samples=12, restarts=1, bad_samples=1, waited_s=0.1, workers=2)
 
 
 def test_the_text_is_asserted_whole():
@@ -88,6 +91,15 @@ def test_the_json_is_versioned_and_complete():
     )
     assert incident["evidence"]["pid"] == 4711 and incident["evidence"]["look"] is None
     assert incident["evidence"]["stack"] == "", "it is a field of the incident"
+
+
+@pytest.mark.parametrize("kind", [LoaderStats, PoolStats])
+def test_totals_become_a_dict_in_one_place_and_come_back(kind):
+    stats = kind(restarts=2, per_worker=(WorkerStats(worker=1, batches=3),))
+    data = json.loads(json.dumps(to_dict(stats)))
+    assert data["restarts"] == 2 and data["per_worker"][0]["batches"] == 3
+    assert "device_ran_s" not in data, "nothing was measured"
+    assert from_dict(data | {"later": 1}, of_pool=kind is PoolStats) == stats, "a later version may have more"
 
 
 def test_a_broken_rule_does_not_hide_the_incident():

@@ -827,7 +827,7 @@ def missing(cause: Cause) -> str:
 def named(cause: Cause) -> tuple[str, str]:
     """(finding, all that was said) of the incident it is about; made in an interpreter of its own."""
     run = f"{sys.executable} -m tests.faults.causes --one {CAUSES.index(cause)}"
-    under_run = run.replace(" -m ", " -m holdfast.cli run -m ", 1)
+    under_run = run.replace(" -m ", " -m holdfast run -m ", 1)
     command = cause.within.replace("{run}", run).replace("{under_run}", under_run) if cause.within else run
     # Into files: a program that a hung worker had started would keep a pipe open.
     with (

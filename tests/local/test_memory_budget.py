@@ -7,24 +7,24 @@ import pytest
 from holdfast.core.host import Room
 from holdfast.local.keeper.memory_budget import CALM_S, MemoryBudget
 from holdfast.system.cgroups import MemoryFiles, growth_bytes
-from tests.conftest import free_descriptors
+from tests.conftest import free_descriptors, lay
 
 MIB = 1 << 20
 
 
-def lay(root: Path, total: int, free: int, limit: int | None = None, used: int = 0, cached: int = 0) -> Path:
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    (root / "proc/meminfo").write_text(
-        f"MemTotal: {total * 1024} kB\nMemFree: 0 kB\nMemAvailable: {free * 1024} kB\nBuffers: 0 kB\n"
-    )
-    (root / "proc/self/cgroup").write_text("0::/job\n")
-    group = root / "sys/fs/cgroup/job"
-    group.mkdir(parents=True, exist_ok=True)
-    (root / "sys/fs/cgroup/cgroup.controllers").write_text("memory\n")
-    (group / "memory.max").write_text("max\n" if limit is None else f"{limit * MIB}\n")
-    (group / "memory.current").write_text(f"{used * MIB}\n")
-    (group / "memory.stat").write_text(f"inactive_file {cached * MIB}\nactive_file 0\n")
-    return root
+def machine(root: Path, total: int, free: int, limit: int | None = None, used: int = 0, cached: int = 0) -> Path:
+    """Its memory, and that of its only group, in MiB."""
+    group = "sys/fs/cgroup/job"
+    memory = f"MemTotal: {total * 1024} kB\nMemFree: 0 kB\nMemAvailable: {free * 1024} kB\nBuffers: 0 kB"
+    files = {
+        "proc/meminfo": memory,
+        "proc/self/cgroup": "0::/job",
+        "sys/fs/cgroup/cgroup.controllers": "memory",
+        f"{group}/memory.max": "max" if limit is None else f"{limit * MIB}",
+        f"{group}/memory.current": f"{used * MIB}",
+        f"{group}/memory.stat": f"inactive_file {cached * MIB}\nactive_file 0",
+    }
+    return lay(root, files)
 
 
 def workers(count: int, grown: int, most: int) -> list[tuple[int, int]]:
@@ -32,12 +32,12 @@ def workers(count: int, grown: int, most: int) -> list[tuple[int, int]]:
 
 
 def test_with_plenty_all_begin_at_once(tmp_path):
-    assert MemoryBudget(4, root=lay(tmp_path, 64_000, 60_000)).said == Room(4, False)
+    assert MemoryBudget(4, root=machine(tmp_path, 64_000, 60_000)).said == Room(4, False)
 
 
 def test_where_little_is_left_the_first_one_shows_what_it_needs(tmp_path):
     """Four of 250 do not fit into 1000, of which 300 are taken; two do."""
-    watch = MemoryBudget(4, root=lay(tmp_path, 64_000, 60_000, limit=1000, used=300))
+    watch = MemoryBudget(4, root=machine(tmp_path, 64_000, 60_000, limit=1000, used=300))
     assert watch.said == Room(1, False)
     assert watch.look(0.1, workers(1, 200, 250), proven=False) is None
     assert watch.look(0.2, workers(1, 0, 250), proven=True) == Room(2, False)
@@ -45,34 +45,34 @@ def test_where_little_is_left_the_first_one_shows_what_it_needs(tmp_path):
 
 
 def test_what_an_earlier_epoch_needed_is_known(tmp_path):
-    watch = MemoryBudget(4, 250 * MIB, root=lay(tmp_path, 64_000, 60_000, limit=1000, used=300))
+    watch = MemoryBudget(4, 250 * MIB, root=machine(tmp_path, 64_000, 60_000, limit=1000, used=300))
     assert watch.said == Room(2, False)
 
 
 def test_file_pages_are_not_in_the_way(tmp_path):
-    watch = MemoryBudget(2, root=lay(tmp_path, 64_000, 60_000, limit=1000, used=950, cached=700))
+    watch = MemoryBudget(2, root=machine(tmp_path, 64_000, 60_000, limit=1000, used=950, cached=700))
     assert watch.used == 250 * MIB
 
 
 def test_near_the_limit_dispatch_pauses_and_a_worker_goes_and_comes_back(tmp_path):
-    watch = MemoryBudget(4, 100 * MIB, 4, root=lay(tmp_path, 64_000, 60_000, limit=1000, used=500))
+    watch = MemoryBudget(4, 100 * MIB, 4, root=machine(tmp_path, 64_000, 60_000, limit=1000, used=500))
     assert watch.look(0.1, workers(4, 100, 100), True) is None
-    lay(tmp_path, 64_000, 60_000, limit=1000, used=850)  # the trainer grew
+    machine(tmp_path, 64_000, 60_000, limit=1000, used=850)  # the trainer grew
     assert watch.look(0.2, workers(4, 100, 100), True) == Room(4, True)
-    lay(tmp_path, 64_000, 60_000, limit=1000, used=920)
+    machine(tmp_path, 64_000, 60_000, limit=1000, used=920)
     assert watch.look(0.3, workers(4, 100, 100), True) == Room(3, True)
-    lay(tmp_path, 64_000, 60_000, limit=1000, used=500)
+    machine(tmp_path, 64_000, 60_000, limit=1000, used=500)
     assert watch.look(0.4, workers(3, 100, 100), True) == Room(3, False)
     assert watch.look(0.5 + CALM_S, workers(3, 100, 100), True) == Room(4, False)
 
 
 def test_a_full_machine_is_no_danger_to_who_needs_little(tmp_path):
-    watch = MemoryBudget(4, 10 * MIB, 4, root=lay(tmp_path, 64_000, 3_000))  # 95 % in use by others
+    watch = MemoryBudget(4, 10 * MIB, 4, root=machine(tmp_path, 64_000, 3_000))  # 95 % in use by others
     assert watch.look(0.1, workers(4, 5, 10), True) is None
 
 
 def test_critical_is_only_where_a_worker_may_need_more_than_there_is(tmp_path):
-    watch = MemoryBudget(4, 100 * MIB, 4, root=lay(tmp_path, 64_000, 60_000, limit=1000, used=980))
+    watch = MemoryBudget(4, 100 * MIB, 4, root=machine(tmp_path, 64_000, 60_000, limit=1000, used=980))
     watch.look(0.1, workers(4, 100, 100), True)
     assert watch.critical
 

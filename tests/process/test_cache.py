@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from decimal import Decimal
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch.utils.data import Dataset
 from holdfast import CachedDataset, DataLoader, FileCache, Policy
 from holdfast.loader.measure import large_parts
 
+from ..conftest import until
 from .data import Stream
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -165,7 +165,7 @@ def test_it_never_takes_more_than_it_was_given(tmp_path):
             assert seen(loader) == list(range(300))
         figures = cached.figures()
         assert figures["bytes"] <= 4 << 20
-        pages = os.stat(f"/proc/self/fd/{cached._store.commons._fd}").st_blocks * 512
+        pages = os.stat(f"/proc/self/fd/{cached._store.shared._fd}").st_blocks * 512
         assert 3 << 20 < pages <= 4 << 20
         if evict == "never":
             assert 70 < figures["hits"] <= figures["samples"] == figures["stored"]
@@ -179,7 +179,7 @@ def test_it_never_takes_more_than_it_was_given(tmp_path):
 def test_only_touched_pages_cost(tmp_path):
     cached = CachedDataset(Slow(tmp_path / "log"), "8GiB")
     cached[0]
-    assert os.stat(f"/proc/self/fd/{cached._store.commons._fd}").st_blocks * 512 < 1 << 20
+    assert os.stat(f"/proc/self/fd/{cached._store.shared._fd}").st_blocks * 512 < 1 << 20
 
 
 def test_an_exception_is_not_kept():
@@ -403,10 +403,7 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
     assert ended.returncode == -9 and "batch" in ended.stdout
-    deadline = time.monotonic() + 5
-    while holders("holdfast-cache"):
-        assert time.monotonic() < deadline, "somebody still holds the cache of a dead trainer"
-        time.sleep(0.05)
+    until(lambda: not holders("holdfast-cache"), "some process still holds the cache of a dead trainer", 5)
 
 
 def holders(name):

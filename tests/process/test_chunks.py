@@ -11,6 +11,7 @@ import pytest
 
 from holdfast import Policy, Pool, TaskLost, TaskTimeout
 
+from ..conftest import until
 from . import calls
 
 ITEMS = range(30)
@@ -195,10 +196,7 @@ def test_what_is_left_of_a_chunk_is_cancelled_with_it(tmp_path):
         fn = partial(calls.die_or_hang, tmp_path / "hangs")
         got = pool.map(fn, range(2), chunksize=2, return_exceptions=True)
         assert isinstance(next(got), TaskLost)
-        deadline = time.monotonic() + 20
-        while not Path(tmp_path / "hangs").exists():
-            assert time.monotonic() < deadline, "the second item has not begun"
-            time.sleep(0.005)
+        until(Path(tmp_path / "hangs").exists, "the second item has not begun")
         got.close()
         assert pool.submit(calls.square, 3).result(20) == 9
 

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy, Pool, RankExited, RankRaised, WorkerLost
-from holdfast.cli import main
+from holdfast.__main__ import main
 from holdfast.core.messages import What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.report import incident_of

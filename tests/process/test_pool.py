@@ -23,7 +23,7 @@ import torch
 from holdfast import Policy, Pool, PoolBroken, TaskLost, TaskTimeout
 from holdfast.pool.feed import AHEAD
 
-from ..conftest import children
+from ..conftest import children, until
 from . import calls
 from .calls import At
 
@@ -40,14 +40,6 @@ def pool(request):
 def forked():
     with Pool(2, mp_context="fork") as made:
         yield made
-
-
-def until(what, sentence, seconds=20.0):
-    """Wait for it, at most that long."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, sentence
-        time.sleep(0.005)
 
 
 def script(text, **more):

@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
-from holdfast.cli import main
+from holdfast.__main__ import main
 from holdfast.diagnose import run_folder
 
 
@@ -34,21 +33,15 @@ class Moody(Dataset):
         return index
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
-    return tmp_path / "run"
-
-
 def run_epoch(dataset):
     loader = DataLoader(dataset, batch_size=4, num_workers=2, policy=Policy(bad_sample="skip", max_bad=1.0))
     assert sum(len(batch) for batch in loader) == 11
     return loader
 
 
-def test_a_sample_that_raised_raises_the_same_again(folder, capsys):
+def test_a_sample_that_raised_raises_the_same_again(run_dir, capsys):
     loader = run_epoch(Moody())
-    (file,) = folder.glob("*.jsonl")
+    (file,) = run_dir.glob("*.jsonl")
     (incident,) = map(json.loads, file.read_text().splitlines())
     assert incident["finding"] == "sample-raised"
     assert incident["again"]["indices"] == [4, 5, 6]
@@ -58,18 +51,18 @@ def test_a_sample_that_raised_raises_the_same_again(folder, capsys):
     assert "failed again" in said.out
 
 
-def test_a_sample_that_ended_its_worker_ends_a_child(folder, capfd):
+def test_a_sample_that_ended_its_worker_ends_a_child(run_dir, capfd):
     run_epoch(Moody(deadly=True))
-    (file,) = folder.glob("*.jsonl")
+    (file,) = run_dir.glob("*.jsonl")
     assert main(["repro", str(file), "--incident", "0", "--trust"]) == 1
     said = capfd.readouterr()
     assert "worker-segfault" in said.out and "ended by SIGSEGV" in said.out
     assert "Segmentation fault" in said.err and "test_repro.py" in said.err
 
 
-def test_the_dataset_can_be_made_anew(folder, capsys):
+def test_the_dataset_can_be_made_anew(run_dir, capsys):
     run_epoch(Moody())
-    (file,) = folder.glob("*.jsonl")
+    (file,) = run_dir.glob("*.jsonl")
     file.with_suffix(".dataset").unlink()
     assert main(["repro", str(file)]) == main(["repro", str(file), "--trust"]) == 2
     assert "--dataset module:name" in capsys.readouterr().err
@@ -86,28 +79,28 @@ def test_a_folder_that_cannot_be_written_costs_no_batch(tmp_path, monkeypatch, c
     assert caplog.text.count("totals cannot be kept") == 1
 
 
-def test_a_large_dataset_is_not_kept(folder, monkeypatch):
+def test_a_large_dataset_is_not_kept(run_dir, monkeypatch):
     monkeypatch.setattr(run_folder, "MOST_BYTES", 10)
     run_epoch(Moody())
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".jsonl"]  # totals and incidents
+    assert sorted(path.suffix for path in run_dir.iterdir()) == [".json", ".jsonl"]  # totals and incidents
 
 
-def test_indices_keep_their_types_and_those_before_may_fail(folder, capsys):
+def test_indices_keep_their_types_and_those_before_may_fail(run_dir, capsys):
     sampler = [[np.int64(6), np.int64(1)], [np.int64(2), np.int64(6)], [6, 6]]
     loader = DataLoader(Moody(), batch_sampler=sampler, num_workers=1, policy=Policy(bad_sample="skip", max_bad=1.0))
     assert len(list(loader)) == 2
-    (file,) = folder.glob("*.jsonl")
+    (file,) = run_dir.glob("*.jsonl")
     for number, incident in enumerate(loader.incidents):
         assert main(["repro", str(file), "--incident", str(number), "--trust"]) == 1
         assert incident.says.partition("ValueError: ")[2] in capsys.readouterr().err
 
 
-def test_a_run_without_incidents_writes_its_totals_and_nothing_else(folder):
+def test_a_run_without_incidents_writes_its_totals_and_nothing_else(run_dir):
     assert len(list(DataLoader(range(8), num_workers=1))) == 8
-    assert [path.name.partition("-")[0] for path in folder.iterdir()] == ["stats"]
+    assert [path.name.partition("-")[0] for path in run_dir.iterdir()] == ["stats"]
 
 
-def test_incidents_outlive_a_killed_trainer(folder):
+def test_incidents_outlive_a_killed_trainer(run_dir):
     code = (
         "import os, signal; from holdfast import DataLoader, Policy; from tests.process.test_repro import Moody\n"
         "for batch in DataLoader(Moody(True), batch_size=4, num_workers=1, policy=Policy(bad_sample='skip')):\n"
@@ -115,5 +108,5 @@ def test_incidents_outlive_a_killed_trainer(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
     assert done.returncode == -signal.SIGKILL
-    (file,) = folder.glob("*.jsonl")
+    (file,) = run_dir.glob("*.jsonl")
     assert {json.loads(line)["index"] for line in file.read_text().splitlines()} == {6}

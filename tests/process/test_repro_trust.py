@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
-from holdfast.cli import main
+from holdfast.__main__ import main
 from holdfast.diagnose.run_folder import from_text, to_text
 
 

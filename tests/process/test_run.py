@@ -49,7 +49,7 @@ def running(folder, body, *options, given=(), within=()):
     script = folder / "train.py"
     script.write_text(SCRIPT + textwrap.indent(textwrap.dedent(body), "    "))
     process = subprocess.Popen(
-        [*within, sys.executable, "-m", "holdfast.cli", "run", *options, str(script), *given],
+        [*within, sys.executable, "-m", "holdfast", "run", *options, str(script), *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,7 +98,7 @@ def test_the_script_is_main_and_its_loader_is_ours(tmp_path, method):
 def test_a_module_runs_as_well(tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "train.py").write_text("import sys\nprint(__name__, __spec__.name, sys.argv[1:])\n")
-    words = [sys.executable, "-m", "holdfast.cli", "run", "-m", "pack.train", "--lr", "3"]
+    words = [sys.executable, "-m", "holdfast", "run", "-m", "pack.train", "--lr", "3"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "__main__ pack.train ['--lr', '3']", done.stderr
 
@@ -117,7 +117,7 @@ def test_what_makes_no_sense_is_said_before_the_script_runs(tmp_path):
     with running(tmp_path, "print('ran')", "--bad-sample", "nope") as process:
         status, out, err = ended(process)
     assert status == 1 and not out and "'raise', 'skip' or 'replace'" in err
-    nothing = [sys.executable, "-m", "holdfast.cli", "run", str(tmp_path / "no.py")]
+    nothing = [sys.executable, "-m", "holdfast", "run", str(tmp_path / "no.py")]
     assert subprocess.run(nothing, capture_output=True, timeout=60, check=False).returncode == 2
 
 

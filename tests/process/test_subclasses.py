@@ -187,7 +187,7 @@ def test_an_unchanged_script_may_use_any_name(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     said = []
-    for words in ([], ["-m", "holdfast.cli", "run"]):
+    for words in ([], ["-m", "holdfast", "run"]):
         command = [sys.executable, *words, str(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

@@ -6,34 +6,35 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from holdfast import DataLoader, Pool
-from holdfast.cli import main
-from holdfast.cli.top import lines_of
+from holdfast.__main__ import main
+from holdfast.cli.top import Shot, lines_of
+from holdfast.diagnose.stats import LoaderStats
 
+from ..conftest import until
 from . import calls
 from .data import Numbers
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+def run_dir(run_dir):
+    """A loader has written to it."""
     assert len(list(DataLoader(Numbers(40, 0.002), batch_size=4, num_workers=2))) == 10
-    return tmp_path / "run"
+    return run_dir
 
 
-def test_it_shows_each_loader_and_its_workers(folder, capsys):
-    assert main(["top", str(folder), "--once"]) == 0
+def test_it_shows_each_loader_and_its_workers(run_dir, capsys):
+    assert main(["top", str(run_dir), "--once"]) == 0
     text = capsys.readouterr().out
     assert "10 batches" in text
     assert text.count("  worker ") == 2
     assert "descriptors" in text
 
 
-def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(folder, capsys):
+def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(run_dir, capsys):
     assert main(["top", "--json"]) == 0
     (shot,) = json.loads(capsys.readouterr().out)
     assert shot["stats"]["samples"] == 40
@@ -66,17 +67,8 @@ def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):
 
 def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
     def shot(at, batches, waited):
-        stats = {"batches": batches, "waited_s": waited, "restarts": 1, "bad_samples": 0, "retries": 0}
-        stats |= {"per_worker": [], "caches": {}, "device_waited_share": 0.125}
-        return {
-            "name": "7-0",
-            "pid": 7,
-            "since": 0,
-            "at": at,
-            "running": True,
-            "last_incident": "it hung",
-            "stats": stats,
-        }
+        stats = LoaderStats(batches=batches, waited_s=waited, restarts=1, device_waited_share=0.125)
+        return Shot("7-0", "loader", 7, since=0, at=at, running=True, last_incident="it hung", stats=stats)
 
     first, second = shot(100, 1000, 10), shot(102, 1300, 10.5)
     (line, more) = lines_of([second], {"7-0": first}, now=102.5)
@@ -180,10 +172,11 @@ def test_what_happened_in_a_pool_outlives_who_made_it(tmp_path, capsys):
         assert process.stdout.readline() == b"ready\n"
         (file,) = tmp_path.glob("incidents-*.jsonl")
         findings = [json.loads(line)["finding"] for line in file.read_text().splitlines()]
-        deadline = time.monotonic() + 20
-        while json.loads(next(tmp_path.glob("stats-*.json")).read_text())["stats"]["lost"] != 1:
-            assert time.monotonic() < deadline, "the totals are not written while a task runs"
-            time.sleep(0.05)
+
+        def lost():
+            return json.loads(next(tmp_path.glob("stats-*.json")).read_text())["stats"]["lost"]
+
+        until(lambda: lost() == 1, "the totals are not written while a task runs")
         process.send_signal(signal.SIGKILL)
     assert findings == ["task-raised", "worker-killed"]
     assert main(["top", str(tmp_path), "--once"]) == 0

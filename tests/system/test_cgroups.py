@@ -1,19 +1,10 @@
 """Limits and counters of control groups, on machines that are trees of files."""
 
-from pathlib import Path
-
 from holdfast.system.cgroups import ControlGroup, group_of
+from tests.conftest import lay
 
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-def lay(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
 
 
 def test_cgroup_v2_gives_the_tightest_group_on_the_way_up(tmp_path):

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from holdfast.system import procfs
+from tests.conftest import until
 
 WAITS = {
     "poll of a unix socket": (
@@ -24,19 +24,12 @@ WAITS = {
 }
 
 
-def until(true, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to wait"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("wait", WAITS)
 def test_what_a_call_is_made_on(wait):
     code, *expected = WAITS[wait]
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         try:
-            until(lambda: list(procfs.system_call(other.pid)) == expected)
+            until(lambda: list(procfs.system_call(other.pid)) == expected, "it did not come to wait")
         finally:
             other.kill()
 
@@ -46,7 +39,9 @@ def test_a_unix_socket_with_a_name(tmp_path):
     code = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({path!r}); s.listen(); s.accept()"
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         try:
-            until(lambda: procfs.system_call(other.pid) == ("accept4", f"unix socket {path}"))
+            until(
+                lambda: procfs.system_call(other.pid) == ("accept4", f"unix socket {path}"), "it did not come to wait"
+            )
         finally:
             other.kill()
 
@@ -62,9 +57,11 @@ def test_children_and_threads():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         child = int(other.stdout.readline())
         try:
-            until(lambda: procfs.system_call(other.pid)[0] in ("wait4", "waitid"))
-            until(lambda: procfs.children(other.pid) == ((child, "sleep 60"),))
-            until(lambda: [thread[-2:] for thread in procfs.other_threads(other.pid)] == [" S"])
+            until(lambda: procfs.system_call(other.pid)[0] in ("wait4", "waitid"), "it did not come to wait")
+            until(lambda: procfs.children(other.pid) == ((child, "sleep 60"),), "it did not come to wait")
+            until(
+                lambda: [thread[-2:] for thread in procfs.other_threads(other.pid)] == [" S"], "it did not come to wait"
+            )
         finally:
             subprocess.run(["kill", str(child)], check=True)
             other.wait()

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.system import procfs, secret_patterns
 from holdfast.system.redact import mask
+from tests.conftest import until
 
 
 @pytest.mark.parametrize(
@@ -290,10 +291,7 @@ def test_of_a_real_process():
         subprocess.Popen(["sleep", "30"], env={}) as plain,
         subprocess.Popen(["bash", "-c", "read x", "--password", "hunter2"], stdin=subprocess.PIPE) as other,
     ):
-        deadline = time.monotonic() + 20
-        while procfs.command(plain.pid) == "" or procfs.command(other.pid) == "":
-            assert time.monotonic() < deadline, "they did not start"
-            time.sleep(0.01)
+        until(lambda: procfs.command(plain.pid) and procfs.command(other.pid), "they did not start")
         assert procfs.command(plain.pid) == "sleep 30"
         assert procfs.command(other.pid) == "bash -c read x --password ***"
         assert (other.pid, "bash -c read x --password ***") in procfs.children(os.getpid())

@@ -1,33 +1,22 @@
-"""The command line: `holdfast COMMAND`. One file per command, two functions each: `arguments` and `run`."""
+"""The commands of `holdfast COMMAND`: a module for each, with two functions, `arguments` and `run`.
 
-import argparse
+demo      a training whose workers die, and the proof that nothing was lost
+doctor    checks the machine, the libraries and a dataset before a training
+explain   what a log or a traceback means; the pages of the findings
+repro     loads the sample of an incident again
+run       runs a training script with Holdfast's loader in the place of torch's
+top       what loaders and pools do now
+apart     runs something in a child of the command: a crash there does not end the command
+
+holdfast/__main__.py chooses the command.
+"""
+
 import sys
+from typing import TextIO
 
-from holdfast.cli import demo, doctor, explain, repro, run, top
-from holdfast.errors import HoldfastError
-
-COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro, "run": run, "top": top}
+from holdfast.errors import legible
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit status."""
-    from holdfast import __version__
-
-    parser = argparse.ArgumentParser(prog="holdfast", description="Data loading that survives its workers.")
-    parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        about = (module.__doc__ or "").strip().splitlines()[0]
-        module.arguments(commands.add_parser(name, help=about, description=about))
-    chosen = parser.parse_args(argv)
-    try:
-        status: int = COMMANDS[chosen.command].run(chosen)
-        return status
-    except KeyboardInterrupt:
-        if chosen.command == "run":
-            raise  # the script's own: Python ends by SIGINT, as it would without us
-        print("interrupted", file=sys.stderr)
-        return 130
-    except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
-        return 1
+def show(text: str = "", to: TextIO | None = None) -> None:
+    """Print one line or more, to stdout by default, without anything that a terminal obeys. JSON is not printed so."""
+    print(legible(text), file=sys.stdout if to is None else to, flush=True)

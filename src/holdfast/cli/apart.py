@@ -1,4 +1,4 @@
-"""Run something in a child of this process and have its answer: what ends the child does not end the command."""
+"""Run something in a child of this process and get its answer. What ends the child does not end the command."""
 
 import faulthandler
 import multiprocessing
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from holdfast.cli.show import show
+from holdfast.cli import show
 from holdfast.local.trainer.keeper_birth import flush_output
 from holdfast.system.linux import die_with_parent, signal_name
 
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 class Died(Exception):
-    """The child ended without an answer: `how`, and what it was `doing`."""
+    """The child ended without an answer. `how`: its signal or exit code; `doing`: what it did last."""
 
     def __init__(self, how: str, doing: str) -> None:
         super().__init__(how, doing)
@@ -28,7 +28,9 @@ class Died(Exception):
 
 
 def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T:
-    """The answer of `work`, which may say what it is doing. Exceptions of the kinds `told` are raised here again."""
+    """Run `work` in a child; gives its answer. `work` may say what it is doing. Exceptions of the kinds `told` are
+    raised here again.
+    """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     flush_output()
     parent = os.getpid()
@@ -47,7 +49,7 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
             else:
                 answer = (kind, value)
     except EOFError:
-        pass  # it ended: its status says how
+        pass  # the child ended: its status says how
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise
@@ -65,7 +67,7 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
 
 
 def _work(work: Callable[[Say], Any], told: tuple[type[Exception], ...], to: Connection) -> None:
-    """In the child; never returns."""
+    """Which process: the child. Never returns."""
     status = 1
     try:
         faulthandler.enable() if sys.stderr is sys.__stderr__ else faulthandler.disable()

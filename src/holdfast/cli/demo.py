@@ -20,7 +20,7 @@ from holdfast.testing import Saboteur, storm
 
 SAMPLES = 1536
 BATCH = 32
-# What the dataset does to its workers, once each; besides, a worker is killed from outside again and again.
+# What the dataset does to its workers, once each. Besides, the demo kills a worker from outside every --every seconds.
 FAULTS = {
     100: "segfault",
     333: "sigkill",
@@ -35,7 +35,7 @@ FAULTS = {
 
 
 class Images(Dataset[Any]):
-    """Generated images in two classes: a bright square left or right, under noise. Each takes a millisecond."""
+    """Generated images of two classes: a bright square on the left or right, under noise. Each takes 1 ms to load."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -50,7 +50,7 @@ class Images(Dataset[Any]):
 
 @dataclass
 class Run:
-    """One training run, as the trainer saw it."""
+    """What the trainer got from one training run."""
 
     ids: list[int]
     losses: list[float]
@@ -65,7 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the report at the end says it all
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the report at the end has all incidents
     quiet = chosen.json
     policy = Policy(retries=2, retry_delay=0.01, sample_timeout=1.0)
     _say(quiet, f"An undisturbed run: {SAMPLES} images, {chosen.epochs} epochs, {chosen.workers} workers")
@@ -115,7 +115,7 @@ def _loader(dataset: Any, workers: int, policy: Policy) -> DataLoader[Any]:
 
 
 def _train(loader: DataLoader[Any], epochs: int, quiet: bool, kill_every_s: float | None) -> Run:
-    """A small convolutional net; on the same batches it gives the same losses, bit for bit."""
+    """Train a small convolutional net. The same batches give the same losses, bit for bit."""
     torch.manual_seed(1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

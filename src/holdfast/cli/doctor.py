@@ -1,7 +1,7 @@
 """Check this machine, its libraries and your dataset before a training run, and say what to set.
 
-Exit status: 0 when all is well or there are warnings only, 1 for a problem (with --strict also for a warning), 2 when
-the dataset could not be made.
+Exit status: 0 if there is no problem, 1 if there is one (with --strict also for a warning), 2 if the dataset could not
+be made.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from holdfast.cli import show
 from holdfast.cli.apart import Died, Say, apart
-from holdfast.cli.show import show
 from holdfast.diagnose.doctor import Check, check_machine
 from holdfast.diagnose.fitness import Measured, check_dataset, percentile
 from holdfast.diagnose.forecast import Forecast, Setting, forecast, memory_forecast, recommend
@@ -38,12 +38,12 @@ _NAME_WIDTH = 18
 
 
 class BadInput(Exception):
-    """What was typed does not lead to a dataset; the text is one line."""
+    """The given words lead to no dataset; the text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All of it, for drawing and for JSON."""
+    """All that was found, for the terminal and for JSON."""
 
     machine: Machine
     groups: dict[str, tuple[Check, ...]]
@@ -62,11 +62,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dataset", nargs="?", metavar="module:name", help="a Dataset, its class, or a function that makes it"
     )
-    parser.add_argument("--workers", type=_count, help="workers you want (as many as there are usable processors)")
+    parser.add_argument(
+        "--workers", type=_count, help="the number of workers you want (by default one for each usable processor)"
+    )
     parser.add_argument("--batch-size", type=_positive, default=32, help="samples per batch (32)")
-    parser.add_argument("--samples", type=_positive, default=64, help="samples to try, over the whole length (64)")
+    parser.add_argument(
+        "--samples", type=_positive, default=64, help="how many samples to try, from the whole dataset (64)"
+    )
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds before a sample counts as hung (30)")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds for trying samples, in all (120)")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for trying all samples (120)")
     parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -84,7 +88,7 @@ def _positive(text: str) -> int:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # what happens is in the checks
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the checks have all incidents
     if not 0 < chosen.timeout < math.inf or not 0 < chosen.budget < math.inf:
         print("holdfast doctor: --timeout and --budget must be seconds above 0", file=sys.stderr)
         return 2
@@ -105,13 +109,13 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagnosis:
-    """Read, try out, judge. `say` is told what could end this process: user code."""
+    """Read, try out, judge. Before it runs user code, which could end this process, it tells `say`."""
     machine = read_machine()
     workers = machine.cpus if chosen.workers is None else chosen.workers
     threads, files = native_threads(), open_files()
     measured = None
     dataset, expression, import_s = None, "", 0.0
-    # (what the dataset prints must not end up in our JSON)
+    # Our JSON goes to stdout, so what the dataset prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         if chosen.dataset is not None:
             say(f"importing and making {chosen.dataset}")
@@ -128,7 +132,7 @@ def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagno
         return Diagnosis(machine, groups)
     groups["dataset"] = check_dataset(measured, workers)
     if not measured.samples:
-        return Diagnosis(machine, groups, measured)  # nothing to go by
+        return Diagnosis(machine, groups, measured)  # there is no figure to forecast from
     expected = forecast(machine, measured, workers, chosen.batch_size)
     groups["dataset"] += (memory_forecast(expected),)
     fork_safe = all(check.verdict == "ok" for check in groups["libraries"] if check.name == "fork-safety")
@@ -159,7 +163,7 @@ def _try_out(dataset: Any, expression: str, import_s: float, chosen: argparse.Na
 
 @contextlib.contextmanager
 def here_on_path() -> Iterator[None]:
-    """As `python -m` has it."""
+    """The current folder is on sys.path, as with `python -m`."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -170,7 +174,7 @@ def here_on_path() -> Iterator[None]:
 
 
 def make_dataset(target: str) -> tuple[Any, str, float]:
-    """The dataset, Python that makes it, and the seconds its module took to import."""
+    """The dataset, the Python expression that makes it, and the seconds that the import of its module took."""
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise BadInput(f"{target!r} names no dataset; write module:name, e.g. data:train_set")
@@ -194,7 +198,7 @@ def make_dataset(target: str) -> tuple[Any, str, float]:
 
 
 def _guarded(doing: str, call: Any) -> Any:
-    """User code: whatever it raises becomes one line that says where."""
+    """Call user code. What it raises becomes one line that says where."""
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -213,7 +217,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _names(place: Any) -> str:
-    """What may have been meant: things made here, not imported."""
+    """Names that the user may have meant: those that the module defines itself."""
     home = getattr(place, "__name__", "")
     own = [
         name
@@ -226,7 +230,7 @@ def _names(place: Any) -> str:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Any]:
-    """One line on stderr; on a terminal it counts, and goes when done."""
+    """One line on stderr. On a terminal it counts the samples, and vanishes at the end."""
     if not is_terminal(sys.stderr):
         print(f"trying samples of {name} in a supervised worker", file=sys.stderr, flush=True)
         yield lambda done, total: None
@@ -280,7 +284,7 @@ def _draw_check(check: Check) -> None:
 
 
 def to_dict(found: Diagnosis, strict: bool = False) -> dict[str, Any]:
-    """Schema 1. Samples are summed up; the bad ones are there whole."""
+    """The JSON answer, schema 1. It has figures of all samples, and every bad sample in full."""
     answer: dict[str, Any] = {
         "schema": SCHEMA,
         "exit_status": found.status(strict),

@@ -1,6 +1,6 @@
-"""Say what somebody else's log or traceback means, or show the page of a finding.
+"""Say what a log or a traceback of any program means, or show the page of a finding.
 
-A file, standard input or a finding's name comes in; text or JSON goes out. All thinking is in diagnose/explain.py.
+A file, standard input or the name of a finding comes in; text or JSON goes out. diagnose/explain.py has the knowledge.
 """
 
 import argparse
@@ -13,11 +13,11 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from holdfast.cli.show import show
+from holdfast.cli import show
 from holdfast.diagnose.explain import KINDS, Explained, explain
 
 WIDTH = 110  # wide enough for a log line, narrow enough for a terminal beside an editor
-LABEL = 11  # "    seen   ": the text behind the labels stands in one column
+LABEL = 11  # as wide as "    seen   ", so that the text behind all labels stands in one column
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +52,8 @@ def _explain(text: str, as_json: bool) -> int:
         pages = _pages()
         show("\n\n".join(_told(one, one.name in pages) for one in found))
     else:
-        show(f"nothing known in {lines} lines")
-        show(textwrap.fill("Logs it knows: " + "; ".join(KINDS) + ".", WIDTH))
+        show(f"no known finding in {lines} lines")
+        show(textwrap.fill("It knows these logs: " + "; ".join(KINDS) + ".", WIDTH))
     return 0 if found else 1
 
 
@@ -93,7 +93,7 @@ def _page(name: str, as_json: bool) -> int:
     if name not in pages:
         near = difflib.get_close_matches(name, pages, n=4, cutoff=0.5)
         near += [other for other in pages if name in other and other not in near]
-        hint = f"; near it: {', '.join(near)}" if near else "; --list shows all findings"
+        hint = f"; names like it: {', '.join(near)}" if near else "; --list shows all findings"
         return _fail(f"{name!r} is neither a file nor a finding{hint}")
     text = pages[name].read_text(encoding="utf-8")
     if as_json:
@@ -104,7 +104,7 @@ def _page(name: str, as_json: bool) -> int:
 
 
 def _pages() -> dict[str, Traversable]:
-    """All findings that have a page, by name."""
+    """The pages of findings, by name."""
     folder = resources.files("holdfast.diagnose") / "pages"
     if not folder.is_dir():
         return {}
@@ -112,7 +112,7 @@ def _pages() -> dict[str, Traversable]:
 
 
 def _summary(page: Traversable) -> str:
-    """What stands behind the name in the page's first line."""
+    """The text behind the name in the first line of the page."""
     first = page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
     return first.partition(":")[2].strip() or first
 

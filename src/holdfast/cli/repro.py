@@ -1,9 +1,9 @@
 """Load the sample of an incident once more, with the same random numbers, in this process or under a debugger.
 
-A sample that ended its worker is loaded in a child: what kills it shall not kill this.
+A sample that ended its worker is loaded in a child, so that it does not end this process.
 
-The file may be somebody else's: nothing that it holds is run. What can only be kept as a pickle, the dataset beside it
-and indices that are no literals, is opened with --trust alone.
+The file may come from another person, so nothing in it is run. Two things can only be kept as pickles: the dataset
+beside it, and indices that are no literals. They are opened only with --trust.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli import show
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
-from holdfast.cli.show import show
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.run_folder import from_pickle, from_text
 from holdfast.errors import legible
@@ -28,20 +28,26 @@ from holdfast.local.trainer.keeper_birth import flush_output
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.linux import die_with_parent, signal_name
 
-# Findings of which the sample may end, or hang, the process that loads it.
+# With these findings the sample may end or hang the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
 
-_TRUST = "opening it may run anything; say --trust if nobody but you could write it"
+_TRUST = "opening it may run any code; add --trust if only you could have written it"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="incidents-*.jsonl of a run with HOLDFAST_RUN_DIR=folder")
-    parser.add_argument("--incident", type=int, help="its number in the file (the last one with a sample)")
-    parser.add_argument("--dataset", metavar="module:name", help="made anew, where it does not lie beside the file")
     parser.add_argument(
-        "--trust", action="store_true", help="open the pickles of that run: they may run anything, so it must be yours"
+        "--incident", type=int, help="the incident's number in the file (by default the last one with a sample)"
     )
-    parser.add_argument("--pdb", action="store_true", help="in the debugger, where the sample raises")
+    parser.add_argument(
+        "--dataset", metavar="module:name", help="make the dataset anew instead of opening the one beside the file"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="open the pickles of that run: they may run any code, so the run must be yours",
+    )
+    parser.add_argument("--pdb", action="store_true", help="open the debugger where the sample raises")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -79,7 +85,7 @@ def _incident(file: Path, number: int | None) -> dict[str, Any]:
 
 
 def _is_loadable(incident: Any) -> bool:
-    """Whoever wrote it: it has the fields of an incident with a sample."""
+    """True if it has the fields of an incident with a sample; the file may hold anything."""
     if not isinstance(incident, dict) or not isinstance(again := incident.get("again"), dict):
         return False
     texts = [incident.get(name) for name in ("headline", "finding", "says")]
@@ -145,14 +151,14 @@ def _debug(dataset: Any, again: Again) -> int:
 
 
 def _in_child(dataset: Any, again: Again) -> int:
-    show("in a child of this process; Ctrl-C shows where it is, and ends it")
+    show("in a child of this process; Ctrl-C shows its stack and ends it")
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         die_with_parent(parent)
         status = 1
         try:
-            faulthandler.enable(2)  # (sys.stderr may be anything by now: the dataset's module was imported)
+            faulthandler.enable(2)  # (the dataset's module may have replaced sys.stderr)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             faulthandler.register(signal.SIGUSR1, 2)
             status = _load(dataset, again)
@@ -172,11 +178,11 @@ def _in_child(dataset: Any, again: Again) -> int:
     return int(code != 0)
 
 
-# One sample once more, with the random numbers that it had: for `holdfast repro`.
-
-
 def load_again(dataset: Any, again: Again) -> Any:
-    """The sample. Those before it in its batch are loaded first: they draw from the same generators."""
+    """Load one sample with the random numbers that it had.
+
+    The samples before it in its batch are loaded first, because they draw from the same generators.
+    """
     Seeder().seed(again.seed, again.batch)
     *before, wanted = again.indices
     for index in before:

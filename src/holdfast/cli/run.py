@@ -1,7 +1,7 @@
 """Run a training script, unchanged, with Holdfast's DataLoader in the place of torch's.
 
-Its policy comes from options; who signals the trainer is told. The script is `__main__`, with its own arguments, its
-own signal handlers and its own exit status.
+Options set its policy. If a signal comes to the trainer, Holdfast prints who sent it. The script is `__main__`, and
+has its own arguments, signal handlers and exit status.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from holdfast.policy import PARSERS, Policy
 from holdfast.system.evidence import Evidence
 
 _HELP = {
-    "bad_sample": "raise, skip or replace: a sample that cannot be loaded",
-    "retries": "more attempts for a sample that raised an OSError",
+    "bad_sample": "what to do with a sample that cannot be loaded: raise, skip or replace",
+    "retries": "how often a sample that raised an OSError is tried again",
     "retry_delay": "seconds before the first retry",
-    "strikes": "workers that one sample may end before it is bad",
-    "sample_timeout": "seconds for one sample",
-    "worker_memory": "what a worker may allocate: 4GiB",
-    "max_bad": "the share of bad samples that ends the run",
-    "restarts": "deaths in a row without progress before it gives up",
+    "strikes": "how many workers one sample may end before it counts as bad",
+    "sample_timeout": "seconds that one sample may take",
+    "worker_memory": "how much a worker may allocate, such as 4GiB",
+    "max_bad": "the share of bad samples above which the run ends, such as 0.1",
+    "restarts": "deaths in a row without progress after which the run ends",
 }
 
 
@@ -43,20 +43,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(Policy):
         if field.name in PARSERS:
             parser.add_argument(f"--{field.name.replace('_', '-')}", metavar="X", help=_HELP.get(field.name))
-    parser.add_argument("--run-dir", metavar="FOLDER", help="write incidents there at once, as HOLDFAST_RUN_DIR does")
-    parser.add_argument("-m", dest="module", action="store_true", help="script is the name of a module")
+    parser.add_argument(
+        "--run-dir", metavar="FOLDER", help="write incidents to this folder at once, as with HOLDFAST_RUN_DIR"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is given as the name of a module")
     parser.add_argument("script", help="the script to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """The script's own status. 2: there is no such script."""
+    """The exit status: the script's own, or 2 if the script cannot be read."""
     for name in PARSERS:
         if (text := getattr(chosen, name, None)) is not None:
             os.environ[f"HOLDFAST_{name.upper()}"] = text
     if chosen.run_dir is not None:
         os.environ["HOLDFAST_RUN_DIR"] = os.path.abspath(chosen.run_dir)
-    Policy.from_environment()  # what makes no sense is said before the script runs
+    Policy.from_environment()  # a wrong value is an error before the script runs
     start = _module if chosen.module else _script
     begin = start(chosen.script, chosen.arguments)
     if begin is None:
@@ -69,14 +71,14 @@ def run(chosen: argparse.Namespace) -> int:
     except Exception as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-            trace = trace.tb_next  # ours are of no interest
+            trace = trace.tb_next  # frames of ours help nobody
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0
 
 
 def _script(path: str, given: list[str]) -> Callable[[], None] | None:
-    """As `python path given...`: the module stays `__main__` until the interpreter ends."""
+    """Run it as `python path given...` does: the module stays `__main__` until the interpreter ends."""
     try:
         with open(path, "rb") as file:
             source = file.read()
@@ -95,7 +97,7 @@ def _script(path: str, given: list[str]) -> Callable[[], None] | None:
 
 
 def _module(name: str, given: list[str]) -> Callable[[], None]:
-    """As `python -m name given...`."""
+    """Run it as `python -m name given...` does."""
 
     def begin() -> None:
         sys.argv[:] = [name, *given]
@@ -106,7 +108,7 @@ def _module(name: str, given: list[str]) -> Callable[[], None]:
 
 
 def _tell(folder: RunFolder | None, number: int, evidence: Evidence) -> None:
-    """In the witness: straight to stderr and into the run's folder; the trainer may be gone already."""
+    """Which process: the witness. It writes to stderr and into the run folder; the trainer may be gone already."""
     case = Case(what=What.SIGNALLED, worker=TRAINER, pid=evidence.pid, code=number, evidence=evidence, at=time.time())
     incident = incident_of(case)
     os.write(2, f"holdfast: {incident}\n".encode())
@@ -114,13 +116,13 @@ def _tell(folder: RunFolder | None, number: int, evidence: Evidence) -> None:
         folder.write(asdict(incident))
 
 
-# `from torch.utils.data import DataLoader` gives Holdfast's: for programs that shall not be changed.
+# `from torch.utils.data import DataLoader` gives Holdfast's loader: for programs that are not to be changed.
 
 
 def replace_torchs_loader() -> None:
-    """From now on, for whoever asks torch for the name. What was imported before keeps torch's own.
+    """From now on an import from torch gives ours. A name that was imported before keeps torch's own loader.
 
-    Ours is a subclass of torch's: `isinstance` of a loader with either of them stays true.
+    Ours is a subclass of torch's, so `isinstance` of our loader with either of them is true.
     """
     torch.utils.data.DataLoader = DataLoader  # type: ignore[misc]
     torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: rates, who waits for whom, each worker's memory.
+"""Watch loaders and pools that run with HOLDFAST_RUN_DIR: their rates and waits, and the memory of each worker.
 
-Reads what they write there once a second; starts and disturbs nothing.
+It reads what they write there once a second. It starts no process and disturbs none.
 """
 
 import argparse
@@ -9,31 +9,53 @@ import os
 import stat
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.show import show
-from holdfast.diagnose.report import done_by
+from holdfast.cli import show
+from holdfast.diagnose.stats import LoaderStats, PoolStats, Stats, done_by, from_dict
 from holdfast.errors import HoldfastError
 
-# One that has written nothing for so long is in the middle of something long, or over.
+# A loader that has written nothing for so long does something long, or has ended.
 _STALE_S = 5.0
 # What a file that says something else than we wrote may raise when it is shown.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CLEAR = "\033[H\033[J"
 
 
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """What one loader or pool wrote last. Times are in seconds since 1970."""
+
+    name: str
+    kind: str
+    pid: int
+    since: float
+    at: float
+    running: bool
+    last_incident: str
+    stats: Stats
+
+
+def shot_of(written: dict[str, Any]) -> Shot:
+    kind = written.get("kind", "loader")
+    stats = from_dict(written["stats"], of_pool=kind == "pool")
+    when = written["since"], written["at"]
+    return Shot(written["name"], kind, written["pid"], *when, written["running"], written["last_incident"], stats)
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", help="the run folder; by default $HOLDFAST_RUN_DIR")
-    parser.add_argument("--once", action="store_true", help="print one look and end")
-    parser.add_argument("--json", action="store_true", help="one look, as JSON")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+    parser.add_argument("--once", action="store_true", help="print the figures once, and end")
+    parser.add_argument("--json", action="store_true", help="print the figures once, as JSON")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (1)")
 
 
 def run(chosen: argparse.Namespace) -> int:
     folder = Path(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or "")
     if not str(chosen.folder or os.environ.get("HOLDFAST_RUN_DIR") or ""):
-        raise HoldfastError("which folder? Give it, or set HOLDFAST_RUN_DIR as for the training")
+        raise HoldfastError("no run folder is given: name it, or set HOLDFAST_RUN_DIR as for the training")
     if not folder.is_dir():
         raise HoldfastError(f"there is no folder {folder}: was the training started with HOLDFAST_RUN_DIR={folder}?")
     if chosen.json:
@@ -43,9 +65,10 @@ def run(chosen: argparse.Namespace) -> int:
         for line in odd:
             show(f"holdfast top: {line}", sys.stderr)
         return 0
-    before: dict[str, Any] = {}
+    before: dict[str, Shot] = {}
     while True:
-        now, odd = snapshots(folder)
+        written, odd = snapshots(folder)
+        now = [shot_of(shot) for shot in written]
         lines = [*lines_of(now, before, time.time()), *odd]
         text = "\n".join(lines) or f"no loader or pool has written to {folder} yet"
         if chosen.once:
@@ -53,7 +76,7 @@ def run(chosen: argparse.Namespace) -> int:
             return 0
         print(_CLEAR, end="")
         show(text)
-        before = {shot["name"]: shot for shot in now}
+        before = {shot.name: shot for shot in now}
         time.sleep(max(0.1, chosen.interval))
 
 
@@ -79,64 +102,60 @@ def _snapshot(path: Path) -> dict[str, Any]:
     shot: dict[str, Any] = name | json.loads(path.read_text()) | name
     if not isinstance(shot.get("kind", ""), str):
         raise ValueError("no kind of ours")
-    lines_of([shot], {}, time.time())
+    lines_of([shot_of(shot)], {}, time.time())
     return shot
 
 
-def lines_of(shots: list[dict[str, Any]], before: dict[str, Any], now: float) -> list[str]:
+def lines_of(shots: list[Shot], before: dict[str, Shot], now: float) -> list[str]:
     """One block for each. `before`: the look before, for rates."""
     lines: list[str] = []
     for shot in shots:
-        stats, old = shot["stats"], before.get(shot["name"])
-        if old is not None and old.get("kind") != shot.get("kind"):
-            old = None
-        age = now - shot["at"]
-        state = "" if age < _STALE_S else f", silent for {age:.0f} s" + ("" if shot["running"] else ": ended")
-        kind = shot.get("kind", "loader")
-        work, trouble = (_of_pool if kind == "pool" else _of_loader)(shot, old)
-        lines.append(f"{kind} {shot['name']} (pid {shot['pid']}{state}): {work}")
-        last = f"; last: {shot['last_incident'][:160]}" if shot["last_incident"] else ""
-        lines.append(f"  {stats['restarts']} workers restarted, {trouble}, {stats['retries']} retries{last}")
-        for w in stats["per_worker"]:
-            busy = w["busy_s"] / max(w["busy_s"] + w["waiting_s"], 1e-9)
+        stats, old = shot.stats, before.get(shot.name)
+        age = now - shot.at
+        state = "" if age < _STALE_S else f", silent for {age:.0f} s" + ("" if shot.running else ": ended")
+        match stats:
+            case LoaderStats():
+                work, trouble = _of_loader(shot, stats, old), f"{stats.bad_samples} bad samples"
+            case PoolStats():
+                work = _of_pool(shot, stats, old)
+                trouble = f"{stats.raised} raised, {stats.lost} lost, {stats.cancelled} cancelled"
+        lines.append(f"{shot.kind} {shot.name} (pid {shot.pid}{state}): {work}")
+        last = f"; last: {shot.last_incident[:160]}" if shot.last_incident else ""
+        lines.append(f"  {stats.restarts} workers restarted, {trouble}, {stats.retries} retries{last}")
+        for w in stats.per_worker:
+            busy = w.busy_s / max(w.busy_s + w.waiting_s, 1e-9)
             lines.append(
-                f"  worker {w['worker']:<3} {done_by(stats, w):>18}  busy {busy:4.0%}  "
-                f"grown {w['memory_bytes'] / 2**20:6.0f} MiB (peak {w['peak_bytes'] / 2**20:.0f})  "
-                f"{w['descriptors']:.0f} descriptors"
+                f"  worker {w.worker:<3} {done_by(stats, w):>18}  busy {busy:4.0%}  "
+                f"grown {w.memory_bytes / 2**20:6.0f} MiB (peak {w.peak_bytes / 2**20:.0f})  "
+                f"{w.descriptors:.0f} descriptors"
             )
-        for name, figures in stats.get("caches", {}).items():
+        for name, figures in (stats.caches if isinstance(stats, LoaderStats) else {}).items():
             lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
     return lines
 
 
-def _of_loader(shot: dict[str, Any], old: dict[str, Any] | None) -> tuple[str, str]:
-    """What it does, and what went wrong."""
-    stats = shot["stats"]
-    work = f"{stats['batches']:,} batches, {_rate(shot, old, 'batches')}; waited {_share(shot, old)}{_device(stats)}"
-    return work, f"{stats['bad_samples']} bad samples"
+def _of_loader(shot: Shot, stats: LoaderStats, old: Shot | None) -> str:
+    """What it does."""
+    before = old.stats if old is not None and isinstance(old.stats, LoaderStats) else LoaderStats()
+    seconds = _seconds(shot, old)
+    share = f"{(stats.waited_s - before.waited_s) / seconds:.0%} of the time" if seconds > 0 else "-"
+    work = f"{stats.batches:,} batches, {_rate(stats.batches - before.batches, seconds)}; waited {share}"
+    if stats.device_waited_share is not None:
+        work += f"; the device waited for data {stats.device_waited_share:.1%} of the time"
+    return work
 
 
-def _of_pool(shot: dict[str, Any], old: dict[str, Any] | None) -> tuple[str, str]:
-    stats = shot["stats"]
-    work = f"{stats['done']:,} of {stats['submitted']:,} tasks, {_rate(shot, old, 'done')}; "
-    work += f"{stats['running']:,} with workers, {stats['waiting']:,} waiting"
-    return work, f"{stats['raised']} raised, {stats['lost']} lost, {stats['cancelled']} cancelled"
+def _of_pool(shot: Shot, stats: PoolStats, old: Shot | None) -> str:
+    before = old.stats if old is not None and isinstance(old.stats, PoolStats) else PoolStats()
+    rate = _rate(stats.done - before.done, _seconds(shot, old))
+    work = f"{stats.done:,} of {stats.submitted:,} tasks, {rate}; "
+    return work + f"{stats.running:,} with workers, {stats.waiting:,} waiting"
 
 
-def _rate(shot: dict[str, Any], old: dict[str, Any] | None, what: str) -> str:
-    """How many per second since the last look, or since the start."""
-    seconds = shot["at"] - (old["at"] if old else shot["since"])
-    count = shot["stats"][what] - (old["stats"][what] if old else 0)
+def _seconds(shot: Shot, old: Shot | None) -> float:
+    """Since the last look, or since the start."""
+    return shot.at - (old.at if old is not None else shot.since)
+
+
+def _rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.1f}/s" if seconds > 0 else "-/s"
-
-
-def _share(shot: dict[str, Any], old: dict[str, Any] | None) -> str:
-    """How much of the time next() waited for a batch."""
-    seconds = shot["at"] - (old["at"] if old else shot["since"])
-    waited = shot["stats"]["waited_s"] - (old["stats"]["waited_s"] if old else 0)
-    return f"{waited / seconds:.0%} of the time" if seconds > 0 else "-"
-
-
-def _device(stats: dict[str, Any]) -> str:
-    share = stats.get("device_waited_share")
-    return "" if share is None else f"; the device waited for data {share:.1%} of the time"

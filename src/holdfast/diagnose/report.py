@@ -16,6 +16,7 @@ from holdfast.diagnose.possessions import what_it_had
 from holdfast.diagnose.rules import ALL, speed
 from holdfast.diagnose.rules.hang import tells
 from holdfast.diagnose.run_folder import RunFolder, for_json
+from holdfast.diagnose.stats import LoaderStats, Stats, WorkerStats, done_by, summary, to_dict
 from holdfast.errors import legible
 from holdfast.remote_exception import shown
 from holdfast.system.evidence import Evidence
@@ -280,10 +281,10 @@ class Workers:
         figures["peak_bytes"] = max(figures["peak_bytes"], past["peak_bytes"])
         return figures
 
-    def figures(self) -> list[dict[str, float]]:
+    def stats(self) -> tuple[WorkerStats, ...]:
         """One row for each worker that ever worked."""
         rows = self._now() or [dict(self._past[worker]) for worker in sorted(self._past)]
-        return [{"worker": worker, **row} for worker, row in enumerate(rows) if row["batches"]]
+        return tuple(WorkerStats(worker=worker, **row) for worker, row in enumerate(rows) if row["batches"])
 
 
 @dataclass
@@ -320,18 +321,6 @@ class Record:
             self.bad_samples.append(replace(bad, error=_at_most(bad.error, _TEXT)))
 
 
-def _of_loader(stats: dict[str, Any]) -> str:
-    return (
-        f"{stats['batches']} batches, {stats['samples']} samples delivered; {stats['restarts']} workers restarted, "
-        f"{stats['bad_samples']} bad samples, {stats['retries']} retries"
-    )
-
-
-def done_by(stats: dict[str, Any], worker: dict[str, float]) -> str:
-    """What a worker has done, in the words of its face: a pool has tasks."""
-    return f"{worker['batches']:,.0f} tasks" if "submitted" in stats else f"{worker['samples']:,.0f} samples"
-
-
 def _times(first: float, last: float, count: int) -> str:
     """ ", first 09:12:01, last 14:55:10"; with the day where it is not the same one."""
     if not first or not last:
@@ -343,21 +332,21 @@ def _times(first: float, last: float, count: int) -> str:
 
 
 class Report:
-    """What happened so far. `str()` for people, `to_json()` for programs. `summary`: the totals in words."""
+    """What happened so far. `str()` for people, `to_json()` for programs."""
 
-    def __init__(self, record: Record, stats: dict[str, Any], summary: str | None = None) -> None:
-        self._summary = summary if summary is not None else _of_loader(stats)
+    def __init__(self, record: Record, stats: Stats) -> None:
         self.incidents = tuple(record.incidents)
         self.bad_samples = tuple(record.bad_samples)
-        self.stats = stats
+        self._stats = stats
+        self.stats = to_dict(stats)
         self._counts = Counter(record.counts)
         self._last_at = dict(record.last_at)
 
     def __str__(self) -> str:
-        s = self.stats
-        lines = ["Holdfast report", f"  {self._summary}"]
-        if "device_waited_share" in s:
-            lines.append(f"  the device waited for data {s['device_waited_share']:.1%} of {s['device_ran_s']:.1f} s")
+        s = self._stats
+        lines = ["Holdfast report", f"  {summary(s)}"]
+        if isinstance(s, LoaderStats) and s.device_waited_share is not None:
+            lines.append(f"  the device waited for data {s.device_waited_share:.1%} of {s.device_ran_s:.1f} s")
         lines += [line for name in self._findings() for line in self._folded(name)]
         if self.bad_samples:
             lines.append("  bad samples")
@@ -371,20 +360,24 @@ class Report:
         if not self.incidents:
             lines.append("  nothing went wrong")
         lines += self._resources()
-        lines += [f"  {f.name}: {f.says}; {'; '.join(f.seen)}\n    try    {f.advice}" for f in speed.of_stats(s)]
+        lines += [f"  {f.name}: {f.says}; {'; '.join(f.seen)}\n    try    {f.advice}" for f in self._speed()]
         return legible("\n".join(lines))
 
     def _resources(self) -> list[str]:
         """A line for each worker, and for each cache."""
         lines = [
-            f"  worker {w['worker']}: {done_by(self.stats, w)}, {w['bytes_sent'] / 2**20:.0f} MiB sent, busy "
-            f"{w['busy_s']:.1f} s, waited {w['waiting_s']:.1f} s; grew by {w['peak_bytes'] / 2**20:.0f} MiB at most, "
-            f"{w['descriptors']:.0f} descriptors"
-            for w in self.stats.get("per_worker", ())
+            f"  worker {w.worker}: {done_by(self._stats, w)}, {w.bytes_sent / 2**20:.0f} MiB sent, busy "
+            f"{w.busy_s:.1f} s, waited {w.waiting_s:.1f} s; grew by {w.peak_bytes / 2**20:.0f} MiB at most, "
+            f"{w.descriptors:.0f} descriptors"
+            for w in self._stats.per_worker
         ]
-        for name, figures in self.stats.get("caches", {}).items():
+        caches = self._stats.caches if isinstance(self._stats, LoaderStats) else {}
+        for name, figures in caches.items():
             lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
         return lines
+
+    def _speed(self) -> list[Finding]:
+        return speed.of_stats(self._stats) if isinstance(self._stats, LoaderStats) else []
 
     def text(self, width: int, colour: bool = False) -> str:
         """`str()` for a terminal: lines broken at its width, the findings' names in bold."""
@@ -418,7 +411,7 @@ class Report:
             "last_at": self._last_at,
             "incidents": [as_dict(i) for i in self.incidents],
             "bad_samples": [as_dict(b) for b in self.bad_samples],
-            "speed": [asdict(f) for f in speed.of_stats(self.stats)],
+            "speed": [asdict(f) for f in self._speed()],
         }
 
     def to_json(self) -> str:

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from holdfast.diagnose.stats import Stats, to_dict
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.signals import raised_by_handler, warn
 
@@ -165,7 +166,7 @@ class RunFolder:
             self._failed = True
         self._count += 1
 
-    def write_totals(self, stats: Callable[[], dict[str, Any]], running: bool = True) -> None:
+    def write_totals(self, stats: Callable[[], Stats], running: bool = True) -> None:
         """For `holdfast top`; at most once a second, whole or not at all. Trouble here is said once."""
         now = time.monotonic()
         if self._totals_failed or (running and now < self._next_totals):
@@ -182,7 +183,7 @@ class RunFolder:
             warn(f"totals cannot be kept in {path}: {text_of(error)}")
             self._totals_failed = True
 
-    def _keep_totals(self, path: Path, stats: dict[str, Any], running: bool) -> None:
+    def _keep_totals(self, path: Path, stats: Stats, running: bool) -> None:
         shot = {
             "kind": self._kind,
             "pid": os.getpid(),
@@ -190,7 +191,7 @@ class RunFolder:
             "at": time.time(),
             "running": running,
             "last_incident": self._last_incident,
-            "stats": stats,
+            "stats": to_dict(stats),
         }
         text = json.dumps(shot)
         draft = path.with_suffix(".draft")

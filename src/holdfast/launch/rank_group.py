@@ -56,7 +56,7 @@ class RankGroup:
         self._looked = 0.0
         self._closing = threading.Lock()
 
-    # Birth ---------------------------------------------------------------------------------------------------------
+    # The start -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """`abandon` undoes this, and all that follows."""
@@ -86,9 +86,12 @@ class RankGroup:
         began = time.monotonic_ns()
         memory = Memory(page, PAGE)
         setup = RankSetup(number, method, descriptors, env, threads, growth_bytes)
-        process = rank_process.process(method, f"holdfast-rank-{number}", daemon, setup, function, out, err, env)
+        process = rank_process.process(setup, function, daemon)
         self._starting = process
-        rank_process.start(process, function)
+        try:
+            process.start()
+        finally:
+            function.close()  # the rank has its own descriptor now
         os.set_blocking(words, False)
         pidfd = process._popen.pidfd
         watched = process.sentinel if pidfd is None else pidfd

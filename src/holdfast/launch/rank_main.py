@@ -77,46 +77,46 @@ class RankSetup:
         growth_bytes: int | None,
     ) -> None:
         """`threads`: None if the user has set their number. `growth_bytes`: what it may allocate; None: no limit."""
-        self._rank = rank
-        self._method = method
-        self._descriptors = descriptors
-        self._environment = dict(environment)
+        self.rank = rank
+        self.method = method
+        self.descriptors = descriptors
+        self.environment = dict(environment)
         self._threads = threads
         self._growth_bytes = growth_bytes
         self._surroundings: Surroundings | None = None
 
     def __getstate__(self) -> Any:
         assert get_spawning_popen() is not None, "it travels with a new process only"
-        fds = [DupFd(fd) for fd in self._descriptors]
-        surroundings = Surroundings() if self._method == "forkserver" else None  # the server may be older than they
-        return self._rank, self._method, fds, self._environment, self._threads, self._growth_bytes, surroundings
+        fds = [DupFd(fd) for fd in self.descriptors]
+        surroundings = Surroundings() if self.method == "forkserver" else None  # the server may be older than they
+        return self.rank, self.method, fds, self.environment, self._threads, self._growth_bytes, surroundings
 
     def __setstate__(self, state: Any) -> None:
-        self._rank, self._method, fds, self._environment, self._threads, self._growth_bytes, self._surroundings = state
-        self._descriptors = Descriptors(*(fd.detach() for fd in fds))
+        self.rank, self.method, fds, self.environment, self._threads, self._growth_bytes, self._surroundings = state
+        self.descriptors = Descriptors(*(fd.detach() for fd in fds))
 
     def enter(self) -> int:
         """Make this process ready for the user's function; gives the rank's number."""
         self._pid = os.getpid()
-        for fd in self._descriptors:
+        for fd in self.descriptors:
             os.set_inheritable(fd, False)
-        die_with_trainer(self._descriptors.lifeline)
+        die_with_trainer(self.descriptors.lifeline)
         self._take_output()
         if self._surroundings is not None:
             self._surroundings.enter()
         os.environ.clear()
-        os.environ.update(self._environment)
-        if self._threads is not None and self._method != "spawn" and "torch" in sys.modules:
+        os.environ.update(self.environment)
+        if self._threads is not None and self.method != "spawn" and "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(self._threads)  # torch read OMP_NUM_THREADS when it was imported
         self._note_trouble()
-        return self._rank
+        return self.rank
 
     def _take_output(self) -> None:
-        for number, fd in ((1, self._descriptors.out), (2, self._descriptors.err)):
+        for number, fd in ((1, self.descriptors.out), (2, self.descriptors.err)):
             os.dup2(fd, number)
             os.close(fd)
         # A fork has the trainer's streams, which may be a notebook's or a test's. A fresh interpreter may have none.
-        if self._method == "fork" or None in (sys.stdout, sys.stderr):
+        if self.method == "fork" or None in (sys.stdout, sys.stderr):
             sys.stdout = sys.__stdout__ = _stream(1)  # type: ignore[misc]
             sys.stderr = sys.__stderr__ = _stream(2)  # type: ignore[misc]
         else:
@@ -126,9 +126,9 @@ class RankSetup:
     def _note_trouble(self) -> None:
         """From now on a crash leaves its stack and a signal its sender: in this process, not in those that it forks."""
         before = faulthandler.is_enabled()
-        faulthandler.enable(file=self._descriptors.crash, all_threads=True)
-        faulthandler.register(linux.DUMP_SIGNAL, file=self._descriptors.crash, all_threads=True)
-        memory = Memory(self._descriptors.page, PAGE)
+        faulthandler.enable(file=self.descriptors.crash, all_threads=True)
+        faulthandler.register(linux.DUMP_SIGNAL, file=self.descriptors.crash, all_threads=True)
+        memory = Memory(self.descriptors.page, PAGE)
         memory.view[ENTERED] = 1
         note_senders(memory)
         os.register_at_fork(after_in_child=faulthandler.enable if before else faulthandler.disable)
@@ -148,7 +148,7 @@ class RankSetup:
             body = pickle.dumps(last_words._replace(raised=replace(raised, pickled=None, parts=None)))
         body = HEAD.pack(len(body)) + body
         while body:
-            body = body[os.write(self._descriptors.words, body) :]
+            body = body[os.write(self.descriptors.words, body) :]
 
 
 def _stream(number: int) -> Any:

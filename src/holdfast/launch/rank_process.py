@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, popen_fork, reduction, resource_tracker, spawn, util
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess, set_spawning_popen
@@ -225,9 +225,9 @@ class _Spawned(_Described):
         self._child: Any = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=process.out,
-            stderr=process.err,
-            env=process.environment,
+            stdout=process.setup.descriptors.out,
+            stderr=process.setup.descriptors.err,
+            env=process.setup.environment,
             pass_fds=[*self._passed, tracker, childs_text, childs_end],
         )
         self.pid = self._child.pid
@@ -286,18 +286,16 @@ class Forked(ForkProcess):
 
 
 class Spawned(SpawnProcess):
-    """A fresh interpreter. Only the trainer's side uses `out`, `err` and `environment`: they are not pickled."""
+    """A fresh interpreter. The trainer's side needs `setup` to start it."""
 
-    out: int
-    err: int
-    environment: Mapping[str, str]
+    setup: RankSetup
 
     @staticmethod
     def _Popen(process: BaseProcess) -> Any:
         return _Spawned(process)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("out", "err", "environment")}
+        return {k: v for k, v in self.__dict__.items() if k != "setup"}  # the rank has it among its arguments
 
 
 class Served(ForkServerProcess):
@@ -311,28 +309,12 @@ class Served(ForkServerProcess):
 KINDS: dict[str, type[Any]] = {"fork": Forked, "spawn": Spawned, "forkserver": Served}
 
 
-def process(
-    method: str,
-    name: str,
-    daemon: bool,
-    setup: RankSetup,
-    function: ShippedFunction,
-    out: int,
-    err: int,
-    environment: Mapping[str, str],
-) -> Any:
+def process(setup: RankSetup, function: ShippedFunction, daemon: bool) -> Any:
     """A rank's process, not started yet."""
-    if method == "forkserver":
+    if setup.method == "forkserver":
         preload(run_rank.__module__)  # and torch with it
-    process = KINDS[method](target=run_rank, args=(setup, function), name=name, daemon=daemon)
-    if method == "spawn":
-        process.out, process.err, process.environment = out, err, environment
+    name = f"holdfast-rank-{setup.rank}"
+    process = KINDS[setup.method](target=run_rank, args=(setup, function), name=name, daemon=daemon)
+    if setup.method == "spawn":
+        process.setup = setup
     return process
-
-
-def start(process: Any, function: ShippedFunction) -> None:
-    """Start a rank's process. Afterwards it has its own descriptor of the function."""
-    try:
-        process.start()
-    finally:
-        function.close()

@@ -10,6 +10,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.run_folder import RunFolder
+from holdfast.diagnose.stats import to_dict
 from holdfast.loader.device import checked
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import InheritedIterator, WorkerIterator
@@ -198,11 +199,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, Any]:
         """Totals over all epochs of this loader."""
-        return totals(self._holdfast_record, self.num_workers, self.dataset)
+        return to_dict(totals(self._holdfast_record, self.num_workers, self.dataset))
 
     def report(self) -> Report:
         """What happened so far: `print(loader.report())`, or `.to_json()`."""
-        return Report(self._holdfast_record, DataLoader.stats(self))
+        return Report(self._holdfast_record, totals(self._holdfast_record, self.num_workers, self.dataset))
 
 
 def _check_fit(policy: Policy, dataset: Any) -> None:

@@ -12,6 +12,7 @@ from holdfast.core.messages import Did, Exited, Lost, Note, Stage, Stop, What
 from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.diagnose.stats import LoaderStats
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.cuda_slots import Refusal
@@ -225,22 +226,30 @@ def _limit(size: int) -> str:
 # Totals: what a loader has done so far, over all its epochs. `loader.stats()`, and what `holdfast top` shows.
 
 
-def totals(record: Record, workers: int, dataset: Any) -> dict[str, Any]:
+def totals(record: Record, workers: int, dataset: Any) -> LoaderStats:
     """It does not need the loader, which may be gone: `for batch in DataLoader(...)`."""
-    names = ("batches", "samples", "retries", "restarts", "bad_samples")
-    found = {name: record.counts[name] for name in names} | {
-        "waited_s": round(record.waited_s, 3),
-        "ran_s": round(record.ran_s, 3),
-        "workers": workers,
-        "cpus": usable_cpus(),
-        "per_worker": record.workers.figures(),
-        "caches": _caches(dataset),
-    }
-    if record.device_ran_s:
-        found["device_waited_s"] = round(record.device_waited_s, 3)
-        found["device_ran_s"] = round(record.device_ran_s, 3)
-        found["device_waited_share"] = round(record.device_waited_s / record.device_ran_s, 4)
-    return found
+    counts, device_ran_s = record.counts, record.device_ran_s
+    found = LoaderStats(
+        batches=counts["batches"],
+        samples=counts["samples"],
+        retries=counts["retries"],
+        restarts=counts["restarts"],
+        bad_samples=counts["bad_samples"],
+        waited_s=round(record.waited_s, 3),
+        ran_s=round(record.ran_s, 3),
+        workers=workers,
+        cpus=usable_cpus(),
+        per_worker=record.workers.stats(),
+        caches=_caches(dataset),
+    )
+    if not device_ran_s:
+        return found
+    return replace(
+        found,
+        device_waited_s=round(record.device_waited_s, 3),
+        device_ran_s=round(device_ran_s, 3),
+        device_waited_share=round(record.device_waited_s / device_ran_s, 4),
+    )
 
 
 def _caches(dataset: Any) -> dict[str, dict[str, float]]:

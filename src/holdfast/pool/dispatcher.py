@@ -14,13 +14,14 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any, cast
+from typing import cast
 
 from holdfast.core.autoscale import Autoscale
 from holdfast.core.host import HasPulses, Host, KeepsJournals, Result, WorkerProcess
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Drawn, Lost, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
+from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.call_codec import LetterWriter
@@ -164,7 +165,7 @@ class Dispatcher:
         """What others may know of the worker processes, as far as they were needed."""
         return [handle for handle in self._host.workers if handle.has_life]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PoolStats:
         """Totals so far, and how many calls are with workers, and wait, right now."""
         return stats_of(self._record, len(self._calls), len(self._waiting), len(self._host.workers))
 

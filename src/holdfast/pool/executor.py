@@ -20,6 +20,7 @@ from holdfast.core.host import HostMaker, KnowsMemory, WorkerProcess
 from holdfast.core.ledger import Ledger
 from holdfast.diagnose.report import Incident, Record, Report
 from holdfast.diagnose.run_folder import RunFolder
+from holdfast.diagnose.stats import PoolStats, to_dict
 from holdfast.errors import HoldfastError
 from holdfast.local.trainer.local_host import LocalHost
 from holdfast.policy import Policy, parse_bytes
@@ -310,17 +311,15 @@ class Pool(Executor):
 
     def stats(self) -> dict[str, Any]:
         """Totals so far, how many calls run and wait right now, and what each worker has done and used."""
-        dispatcher = self._dispatcher
-        return dispatcher.stats() if dispatcher is not None else stats_of(self._record, 0, 0, self._workers)
+        return to_dict(self._totals())
 
     def report(self) -> Report:
         """What happened so far: `print(pool.report())`, or `.to_json()`."""
-        s = self.stats()
-        summary = (
-            f"{s['done']} of {s['submitted']} tasks done, {s['raised']} of them raised, {s['lost']} were lost; "
-            f"{s['cancelled']} cancelled, {s['retries']} retries, {s['restarts']} workers restarted"
-        )
-        return Report(self._record, s, summary)
+        return Report(self._record, self._totals())
+
+    def _totals(self) -> PoolStats:
+        dispatcher = self._dispatcher
+        return dispatcher.stats() if dispatcher is not None else stats_of(self._record, 0, 0, self._workers)
 
 
 def _call(

@@ -9,6 +9,7 @@ from holdfast.core.messages import Cause, Did, Exited, Lost, Note, Stop, What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import Record, incident_of, where
+from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout
 from holdfast.policy import Policy
 from holdfast.pool.call import Call
@@ -140,14 +141,10 @@ class PoolNarrator(Narrator):
         return PoolBroken(f"{self.gave_up(event)}\n{incident}")
 
 
-def stats_of(record: Record, running: int, waiting: int, workers: int) -> dict[str, Any]:
-    """Of a pool: totals so far, calls that are with workers and that wait, and what each worker has done and used."""
-    return {name: record.counts[name] for name in _COUNTS} | {
-        "running": running,
-        "waiting": waiting,
-        "workers": workers,
-        "per_worker": record.workers.figures(),
-    }
+def stats_of(record: Record, running: int, waiting: int, workers: int) -> PoolStats:
+    """The totals so far, and how many calls run and wait right now."""
+    counts = {name: record.counts[name] for name in _COUNTS}
+    return PoolStats(**counts, running=running, waiting=waiting, workers=workers, per_worker=record.workers.stats())
 
 
 def _about(call: Call) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from holdfast.diagnose.run_folder import TOTALS_S, RunFolder
+from holdfast.diagnose.stats import PoolStats
 from holdfast.system.signals import raised_by_handler
 
 log = logging.getLogger("holdfast")
@@ -169,7 +170,7 @@ class Tracker:
 class PoolWatch:
     """See the module."""
 
-    def __init__(self, folder: RunFolder | None, stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, folder: RunFolder | None, stats: Callable[[], PoolStats]) -> None:
         self._folder = folder
         self._stats = stats
         self._trackers: list[Tracker] = []

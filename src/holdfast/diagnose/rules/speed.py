@@ -1,8 +1,7 @@
 """Who waits for whom? Asked of a loader's totals, not of an incident."""
 
-from typing import Any
-
 from holdfast.diagnose.finding import Finding
+from holdfast.diagnose.stats import LoaderStats
 
 # Below this nothing can be said: the first batches always wait.
 _LEAST_S = 2.0
@@ -10,13 +9,12 @@ _WAITS = 0.2
 _NEVER_WAITS = 0.02
 
 
-def of_stats(stats: dict[str, Any]) -> list[Finding]:
-    """What the totals show. `ran_s`: how long epochs took; `waited_s`: how much of it next() waited for a batch.
-
-    Where the device itself told how long it waited, that counts: next() may wait while the device is busy.
+def of_stats(stats: LoaderStats) -> list[Finding]:
+    """What the totals show. Where the device itself told how long it waited, that counts: next() may wait while the
+    device is busy.
     """
     found = []
-    workers, cpus, ran, waited = (stats.get(name, 0) for name in ("workers", "cpus", "ran_s", "waited_s"))
+    workers, cpus, ran, waited = stats.workers, stats.cpus, stats.ran_s, stats.waited_s
     if cpus and workers > cpus:
         found.append(
             Finding(
@@ -28,8 +26,8 @@ def of_stats(stats: dict[str, Any]) -> list[Finding]:
             )
         )
     who = "next()"
-    if "device_ran_s" in stats:
-        who, ran, waited = "the device", stats["device_ran_s"], stats["device_waited_s"]
+    if stats.device_ran_s is not None and stats.device_waited_s is not None:
+        who, ran, waited = "the device", stats.device_ran_s, stats.device_waited_s
     if ran < _LEAST_S or not workers:
         return found
     share = waited / ran
