@@ -7,10 +7,10 @@ import resource
 import pytest
 
 from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, POSITION, SLOT
-from holdfast.core.messages import Cause, Place, Stage
+from holdfast.core.messages import Cause, Exited, Place, Stage
 from holdfast.errors import HoldfastError
 from holdfast.local.protocol.pulse import PAGE, Pulse
-from holdfast.local.protocol.wire import ELSEWHERE, TASK, LifeEnded
+from holdfast.local.protocol.wire import ELSEWHERE, TASK
 from holdfast.local.trainer import worker_channel
 from holdfast.local.trainer.worker_channel import Journals, WorkerHandle, begin_life, exit_code, sparse_file
 from holdfast.shm.memory import Memory, new_file
@@ -341,7 +341,7 @@ def test_where_not_even_narrow_slots_are_allowed_that_is_raised(monkeypatch):
     ],
 )
 def test_an_exit_code_is_as_multiprocessing_has_it(cause, code, shown):
-    assert exit_code(LifeEnded(0, 1, 0.0, cause, code, Place(-1, 0, Stage.IDLE, 0.0), None)) == shown
+    assert exit_code(Exited(0, 1, 0.0, cause, code, Place(-1, 0, Stage.IDLE, 0.0), None)) == shown
 
 
 class Host:
