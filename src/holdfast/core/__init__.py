@@ -1,10 +1,10 @@
-"""Decides; stdlib only, no I/O, no clock. Start reading at messages.py, then ledger.py.
+"""What decides: plain Python, no I/O, no clock, no sentence. Start reading at messages.py, then ledger.py.
 
 messages         events in, actions out: all that crosses a boundary
 ledger           what an event leads to: whose turn, which attempt
-roster           which tasks are on their way, and which workers there are, each in which life
-dispatch         who holds which task, and who gets the next one
-inquest          what a death says of the task it fell on: guilty, or only unlucky
+roster           the workers, each in its phase; the tasks on their way
+dispatch         which worker holds which task, and which one gets the next
+inquest          what a death says about the task it fell on: guilty, or only unlucky
 restart_budget   how many deaths and how many bad samples are too many
 autoscale        how many workers there should be
 host             the contract with whoever owns the processes

@@ -1,45 +1,47 @@
-"""Autoscale: how many workers there shall be at work. Plain arithmetic, no clock: who asks says what time it is.
+"""Autoscale: how many workers should be at work. Plain arithmetic, no clock: the caller says what time it is.
 
-Three say how many: the *wish* (num_workers; with "auto" it is looked for, see below), the *room* (what fits into
-memory, told by the host), and the *berths* (what the system let us start). The least of them counts.
+Three numbers limit how many, and the smallest counts. The *wish* is num_workers; with "auto" a search looks for it. The
+*room* is what fits into memory, as the host says. The *berths* are the processes that the system let us start.
 
-Looking for the best number, with "auto", while the trainer waits for batches (where it does not, there is nothing to
-gain): another number is tried; what does not bring more is taken back, and what is fewer is kept if it brings as much.
-At first twice as many are tried, again and again while that brings a third of what it could: samples that wait for a
-disk or a network may need many more workers than processors. Then a quarter fewer and a quarter more by turns, with
-rests between that grow each time, so that tries cost little and yet what changes is noticed.
+The search looks for the best number while the trainer waits for batches; if the trainer does not wait, there is nothing
+to gain. It tries another number and measures it. More workers are kept if they bring more batches, fewer workers if
+they bring as many. At first the search doubles the number, as long as each doubling brings a third of what it could:
+samples that wait for a disk or a network may need many more workers than there are processors. Then it tries a quarter
+fewer and a quarter more in turn, with rests that grow each time. So tries cost little, and changes are still noticed.
 
-What makes it hard to measure: batches come in order, so those of a whole round, all that the workers have places for,
-may come at once. So only whole rounds count, and what was on its way when the number changed does not. And others use
-the machine: a try is over as soon as its outcome is plain, and otherwise when it has been measured for long enough.
+Two things make measuring hard. Batches come in order, so a whole round may come at once: all batches that the workers
+have places for. So the search counts whole rounds only, and leaves out what was on its way when the number changed.
+Other programs use the machine as well. So a try ends as soon as its outcome is plain, or after it was measured for long
+enough.
 """
 
 from dataclasses import dataclass
 
 from holdfast.core.messages import Allowed
 
-# Places of each worker, with torch's default for prefetch_factor: so many batches of each make a round.
+# Places of each worker: torch's default for prefetch_factor. So many batches of each worker make a round.
 PLACES = 2
-# Enough to tell 5 % from chance: seconds, batches, rounds. A quarter of it shows what is plain.
+# Seconds, batches and rounds that tell 5 % from chance. A quarter of them shows what is plain.
 ENOUGH_S, ENOUGH_BATCHES, ENOUGH_ROUNDS = 2.0, 16, 2
 HINT = 0.25
-# What is plain: so far beside what is needed with enough, twice as far with half of it.
+# What is plain: this far from the gain that is needed once enough was measured, twice as far with half of that.
 PLAIN = 0.1
-# The number that there is can be measured for longer; but not for ever, since times change.
+# The present number is measured for this many times as long; not for ever, since conditions change.
 LONG = 4.0
-# Workers need so long to start at most, as a rule. Who is slower by this factor even before what is on its way has
-# passed is too slow.
+# How long workers usually take to start, at least and at most. A try that is slower than before by the factor SLOW,
+# while old batches are still on their way, is too slow.
 SETTLE_S, PATIENCE_S = 0.25, 3.0
 SLOW = 1.6
 # Below this share of waiting there is nothing to gain.
 WAITS = 0.05
-# What more workers must bring to be kept, and what fewer must; and which share of the most that more could bring is a
-# reason to try twice as many.
+# The gain that more workers must bring to be kept, and fewer workers; and the share of the possible gain that is a
+# reason to double the number again.
 WORTH, AS_GOOD, STEEP = 1.05, 0.98, 0.3
-# After a try: rest for so many times as long as it took, twice as many each time; seconds at least and at most.
+# After a try: rest this many times as long as the try took, and twice as many times after the next. In seconds: at
+# least and at most.
 REST = 4.0
 LEAST_REST_S, LONGEST_REST_S = 5.0, 300.0
-# A refused process is asked for again after this; twice as long each time.
+# A process that was refused is asked for again after this time, and after twice the time if it is refused again.
 AGAIN_S = 10.0
 
 
@@ -63,7 +65,7 @@ class Autoscale:
 
     @property
     def wish(self) -> int:
-        """What the search has come to: a later epoch begins with it."""
+        """What the search has found: a later epoch begins with it."""
         return self._wish
 
     def room(self, workers: int, paused: bool) -> None:
@@ -71,30 +73,30 @@ class Autoscale:
         self._room, self._paused = workers, paused
 
     def refused(self, present: int, at: float) -> None:
-        """The system refused a process; `present` are there."""
+        """The system refused a process; `present` workers are there."""
         self._berths = max(1, present)
         self._again_at = at + self._again_s
         self._again_s *= 2
 
     def rest(self) -> None:
-        """Between two epochs: what was measured over the gap would say nothing."""
+        """Call this between two epochs: what is measured over the gap says nothing."""
         self._search.rest()
 
     def look(self, at: float, batches: int, waited_s: float) -> None:
-        """Which moment it is, and the totals so far of batches and of the trainer's waiting."""
+        """`at`: the time. `batches`, `waited_s`: the totals so far, of batches and of the trainer's waiting."""
         if self._berths < self._most and at >= self._again_at:
             self._berths = self._most
         if self._adapt:
             able = max(1, min(self._most, self._room, self._berths))
             now = min(self._wish, able)
             found = self._search.look(at, batches, waited_s, now, able)
-            if found != now:  # otherwise the wish stays, for when there is room again
+            if found != now:  # if not, the wish stays as it is, for when there is room again
                 self._wish = found
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What there was when a try began."""
+    """The state when a try began."""
 
     workers: int
     rate: float
@@ -102,27 +104,27 @@ class Before:
 
 
 class Search:
-    """See the module. Either the number that there is gets measured, or, during a try, another one."""
+    """See the module. It measures the present number of workers, or, during a try, another one."""
 
     def __init__(self, start: int) -> None:
         self._now = start
-        self._since: tuple[float, int, float] | None = None  # when the stretch at hand began, and the totals then
-        self._settling = start  # batches that must pass before the number shows; everybody waits for the first ones
-        self._counted = 0  # batches of the stretch, in whole rounds
+        self._since: tuple[float, int, float] | None = None  # when this measurement began, and the totals then
+        self._settling = start  # batches that must pass before the number shows: all workers start at first
+        self._counted = 0  # batches of this measurement, in whole rounds
         self._before: Before | None = None  # set during a try
         self._up = True  # where the next try goes
-        self._leap = True  # to twice as many; otherwise a quarter more or fewer
+        self._leap = True  # double the number; if not, a quarter more or fewer
         self._rest = REST
         self._rest_until = 0.0
 
     def rest(self) -> None:
-        """Forget the stretch at hand, and the try."""
+        """Forget this measurement, and the try."""
         self._since = self._before = None
         self._settling = max(self._now, self._settling)
 
     def look(self, at: float, batches: int, waited_s: float, now: int, most: int) -> int:
-        """How many it shall be from now on; `now` there are."""
-        if now != self._now:  # memory or the system had a say
+        """How many workers there should be from now on. `now`: how many there are."""
+        if now != self._now:  # memory or the system has changed it
             self._before = None
             self._change(now)
         if self._since is None:
@@ -169,8 +171,8 @@ class Search:
         if share > 1:
             steep = gain - 1 >= STEEP * (share - 1)
             if steep and self._leap:
-                self._rest = REST  # no chance: it is another load than before
-            self._up = steep or not self._leap  # a leap that brought little went too far, perhaps
+                self._rest = REST  # this is no chance: the work has changed
+            self._up = steep or not self._leap  # a doubling that brought little perhaps went too far
             self._leap = steep
         if self._now == (most if self._up else 1):
             self._rest_from(at, before)
@@ -190,7 +192,7 @@ class Search:
 
     def _take_back(self, at: float, before: Before) -> int:
         if self._leap:
-            self._leap = False  # a smaller step the other way, at once
+            self._leap = False  # at once, a smaller step the other way
         else:
             self._rest_from(at, before)
         self._before = None

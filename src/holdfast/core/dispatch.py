@@ -1,7 +1,8 @@
-"""Dispatch: in whose hands each task is, and who gets the next one.
+"""Dispatch: which worker holds which task, and which worker gets the next one.
 
-Every worker at work has `depth` places. A task takes one when it is sent, and leaves it when it is delivered, not when
-it is finished: a batch that waits for its turn is memory. What finds no place waits here, in its order.
+Every worker at work has `depth` places. A task takes a place when it is sent, and frees it when it is delivered, not
+when it is finished: a finished batch holds memory until its turn comes. Tasks that no worker can take yet wait here, in
+order.
 """
 
 from collections import deque
@@ -12,7 +13,7 @@ from holdfast.core.roster import Phase, Roster, Task, WorkerState
 
 
 class Dispatch:
-    """`even`: nobody waits behind another task while a worker has nothing to do."""
+    """`even`: no task waits behind another while a worker has nothing to do."""
 
     def __init__(self, roster: Roster, depth: int, even: bool) -> None:
         self._roster = roster
@@ -40,13 +41,13 @@ class Dispatch:
         return bool(loads) and min(loads) == 0 and max(loads) > 1
 
     def busiest(self) -> WorkerState:
-        """Who holds most."""
+        """The worker that holds most tasks."""
         return max(self._roster.present(), key=lambda w: len(w.tasks))
 
     # Giving --------------------------------------------------------------------------------------------------------
 
     def give(self, task: Task) -> Sequence[Action]:
-        """A new task: to whoever has a place, or it waits."""
+        """A new task goes to a worker that has a place, or it waits."""
         if self.paused or self.waiting or not self._free:
             self.waiting.append(task)
             return self.give_waiting()
@@ -57,23 +58,23 @@ class Dispatch:
         return (self.send(worker, task),)
 
     def give_waiting(self) -> list[Action]:
-        """Hand out what waits, as far as there is room. While paused, one at a time.
+        """Hand out the tasks that wait, as far as there is room. While paused, one at a time.
 
-        When nobody does anything, one is given to somebody whose places are all taken by batches that wait for their
-        turn: it may be the turn of this one.
+        If no worker does anything, all places are taken by batches that wait for their turn. Then one task goes to a
+        worker without a free place: it may be this task's turn that they wait for.
         """
         actions: list[Action] = []
         while self.waiting:
             if any(worker.tasks for worker in self._roster.workers) and (self.paused or not self._free):
                 break
             if not self._roster.at_work:
-                break  # all of them leave, and others come
+                break  # all workers leave, and others come
             worker = self._choose() if self._free else self._overload()
             actions += self._pass_on(worker, self.waiting.popleft())
         return actions
 
     def send(self, worker: WorkerState, task: Task) -> Send:
-        """It is this worker's now."""
+        """The task belongs to this worker now."""
         task.worker = worker.id
         worker.tasks[task.id] = task
         return Send(
@@ -96,7 +97,7 @@ class Dispatch:
         return (Start(worker.id, worker.life), send)
 
     def _choose(self) -> WorkerState:
-        """Who gets the next task, of those who have a place: somebody who has nothing to do, if there is one."""
+        """Of the workers that have a place, the one that gets the next task: one with nothing to do, if possible."""
         while self._idle:
             worker = self._idle.popleft()
             if not worker.tasks and worker.phase <= Phase.READY:  # it may have changed since
@@ -108,7 +109,7 @@ class Dispatch:
         return worker
 
     def _overload(self) -> WorkerState:
-        """The least busy one, whether it has a place or not."""
+        """The worker that holds fewest tasks, whether it has a place or not."""
         worker = min(self._roster.present(), key=lambda w: len(w.tasks))
         worker.used += 1
         if worker in self._free:
@@ -118,7 +119,7 @@ class Dispatch:
     # Places --------------------------------------------------------------------------------------------------------
 
     def free(self, worker: WorkerState) -> None:
-        """One of its tasks is over, or not its any more."""
+        """One of its tasks is over, or belongs to it no more."""
         worker.used -= 1
         if worker.used < self._depth and worker.phase <= Phase.READY:
             self._free.append(worker)
@@ -136,33 +137,33 @@ class Dispatch:
             self._idle.appendleft(worker)
         return self.give_waiting()
 
-    # Tasks that change hands ---------------------------------------------------------------------------------------
+    # Tasks that go to another worker, or to another life -----------------------------------------------------------
 
     def give_again(self, worker: WorkerState) -> list[Action]:
-        """Its next life gets all that it holds."""
+        """Its next life gets all the tasks that it holds."""
         held = list(worker.tasks.values())
         worker.tasks.clear()
         return [Start(worker.id, worker.life), *(self.send(worker, task) for task in held)]
 
     def give_to_others(self, worker: WorkerState) -> list[Action]:
-        """It has no life any more: the others get what it holds."""
+        """It has no life any more: the others get the tasks that it holds."""
         held = list(worker.tasks.values())
         worker.tasks.clear()
         worker.used -= len(held)
         if self.paused:
             self.waiting.extendleft(reversed(held))
             return self.give_waiting()
-        # They are the oldest there are: others wait for their turn.
+        # They are the oldest tasks: others wait for their turn.
         return [action for task in held for action in self._pass_on(self._overload(), task)]
 
     def take_back(self, worker: WorkerState, task: Task) -> list[Action]:
-        """It had not begun this task, which `worker.tasks` names no more: it is the first to be handed out again."""
+        """The worker had not begun this task, and `worker.tasks` names it no more. It is the next to be handed out."""
         self.free(worker)
         self.waiting.appendleft(task)
         return self.give_waiting()
 
     def withdraw(self, task: Task) -> WorkerState | None:
-        """Nobody wants it any more. Gives who is on it, if anybody is."""
+        """Nobody wants this task any more. Gives the worker that holds it, if there is one."""
         if task in self.waiting:
             self.waiting.remove(task)
             return None
@@ -172,10 +173,10 @@ class Dispatch:
         return worker
 
 
-# Rotation: workers whose number decides what they give take turns, as torch has it.
+# Rotation: the workers take turns, as in torch.
 #
-# Where it is in force, no worker can do the work of another: batch n is worker n % workers' (`RoundRobin`), or each
-# worker is its own place in a stream (`Streams`).
+# No worker can then do the work of another. Batch n belongs to worker n % workers (`RoundRobin`), or each worker has a
+# stream of its own (`Streams`).
 
 
 class RoundRobin:
@@ -186,15 +187,15 @@ class RoundRobin:
         self._at = 0
 
     def next(self, task: Task) -> WorkerState | None:
-        """Who gets this task; None when nobody has anything left."""
+        """The worker that gets this task; None if no worker has anything left."""
         worker = self._workers[self._at]
         self._at = (self._at + 1) % len(self._workers)
         return worker
 
 
 class Streams(RoundRobin):
-    """A stream that has ended is left out; and so is a busy one, if it may be. It says which batch of the stream a
-    task is.
+    """A stream that has ended is left out. So is a busy one, unless batches come in order. Each task learns which batch
+    of its stream it is.
     """
 
     def __init__(self, workers: Sequence[WorkerState], depth: int, in_order: bool) -> None:
@@ -205,7 +206,7 @@ class Streams(RoundRobin):
 
     @property
     def open(self) -> bool:
-        """False when every stream has come to its end."""
+        """False when every stream has ended."""
         return any(worker.phase < Phase.ENDED for worker in self._workers)
 
     def next(self, task: Task) -> WorkerState | None:

@@ -1,9 +1,9 @@
-"""Inquest: what a death says of the task it fell on, and of going on at all.
+"""Inquest: what a death says about the task that it fell on, and about going on at all.
 
-A crash is a strike against the sample that was being loaded. A death that may have come from outside is one as far as
-chance does not explain it (blame.py). When patience is at its end (patience.py) and it is one place that nothing gets
-past, that is bad, however few strikes it has; if it is not, going on would not help. The ledger does what the verdict
-says.
+A crash is a strike against the sample that was being loaded. A death that may have come from outside is a strike only
+if chance does not explain it (see the end of this file). When the restart budget is used up (restart_budget.py), there
+are two cases. If the deaths fell on one place, the sample there is bad, however few strikes it has. If not, going on
+would not help. The ledger does what the verdict says.
 """
 
 import math
@@ -16,7 +16,7 @@ from holdfast.core.restart_budget import RestartBudget
 from holdfast.core.roster import Task, WorkerState, past_of
 from holdfast.policy import Policy
 
-# Signals that a program raises against itself by what it does; all others may come from anybody.
+# Signals that a program's own faults raise; all others may come from anybody.
 OWN_FAULT = frozenset(
     (
         signal.SIGSEGV,
@@ -41,7 +41,7 @@ class AfterDeath(Enum):
 
 
 class Verdict(NamedTuple):
-    """`strike` of `needed`: how the sample stands; 0 of 0 where nobody is to blame."""
+    """`strike` of `needed`: the strikes against the sample, and how many make it bad. 0 of 0 if nobody is to blame."""
 
     outcome: AfterDeath
     strike: int
@@ -49,20 +49,20 @@ class Verdict(NamedTuple):
 
 
 class Inquest:
-    """It owns the past of each task (`Task.past`) and `Task.alone`, `Task.stay`: what the next life has to heed."""
+    """It writes the past of each task (`Task.past`), and what its next life must know: `Task.alone`, `Task.stay`."""
 
     def __init__(self, policy: Policy, workers: int) -> None:
         self._strikes = policy.strikes
         self._workers = workers
         self.budget = RestartBudget(workers, policy.restarts)
         self.opened_at = 0.0
-        self.proven = False  # some sample got through, so no lock was inherited by all
+        self.proven = False  # some sample got through, so not all workers have inherited a held lock
         self._renewed = False
-        self._kills = 0  # deaths that may have come from outside; those on one and the same sample count once
-        self._luck = 1.0  # the chance that the last judged death was plain bad luck
+        self._kills = 0  # deaths that may have come from outside; several on one sample count once
+        self._luck = 1.0  # the chance that the last death that was judged was plain bad luck
 
     def hold(self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None) -> Verdict:
-        """A worker died. `task`, `on`: what is charged with it, if anything is."""
+        """A worker died. `task`, `on`: what the death is charged to, if it is charged."""
         self._count(event, worker, task, on)
         counted = task is not None and task.lives is not None  # its attempts are bounded anyway
         if not counted and self._looks_like_inherited_lock(event, on):
@@ -73,16 +73,16 @@ class Inquest:
             bad = task is not None and on is not None and self._is_stuck_on(worker, task, on)
             if not bad:
                 return Verdict(AfterDeath.STOP, strike, needed)
-            # This is what nothing gets past: it cannot be loaded here.
+            # The deaths fell on this place: its sample cannot be loaded here.
         return Verdict(AfterDeath.BAD if bad else AfterDeath.AGAIN, strike, needed)
 
     def refuse(self, event: Exited, worker: WorkerState) -> bool:
-        """It was refused something, and must go on with what it has. False when that is of no use any more."""
+        """It was refused something and has to go on without. False once it was refused too often."""
         self._count(event, worker, None, None)
         return not self.budget.is_out(worker.id)
 
     def spend(self, task: Task, on: Place) -> None:
-        """A worker left for a fresh one while it was on this task, which may come no further there."""
+        """A worker left for a fresh one while it was on this task. If that one comes no further, it has to stay."""
         past = past_of(task)
         position = on.position if on.stage is Stage.FETCH else task.samples
         if position <= past.spent:
@@ -99,7 +99,7 @@ class Inquest:
         if on.position > past.reached:
             self.budget.progress()
             self.proven = self.proven or on.position > 0
-            # From the second attempt on, what was loaded is kept for the next life: only that is a height gained.
+            # From the second attempt on, what was loaded is kept for the next life: only then is it progress.
             past.reached = on.position if task.attempt else -1
         for position in [p for p in past.hits if WHOLE_TASK < p < on.position]:
             del past.hits[position]  # it got through this time: not poison
@@ -110,7 +110,7 @@ class Inquest:
         return self.budget.is_stuck_on(worker.id, (task.id, blamed_position(on)), hardly_chance)
 
     def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
-        """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) where nobody is to blame."""
+        """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) if nobody is to blame."""
         maybe_chance = _maybe_chance(event)
         if task is not None and task.lives is not None:
             return task.attempt + 1, task.lives, task.attempt + 1 >= task.lives
@@ -138,14 +138,16 @@ class Inquest:
         return hits, self._strikes, hits >= self._strikes and self._luck < CHANCE
 
     def _looks_like_inherited_lock(self, event: Exited, on: Place | None) -> bool:
-        """A hang on the very first sample that anybody loaded: a fork may have copied a held lock. Once only."""
+        """A hang on the first sample of all: the fork may have copied a lock that was held. True once at most."""
         return (
             event.cause is Cause.DEADLINE and not self.proven and not self._renewed and (on is None or on.position <= 0)
         )
 
 
 def is_charged(task: Task, on: Place, event: Exited) -> bool:
-    """With a number of lives: for whatever ended it, once it had begun. Otherwise not for the keeper's death."""
+    """Is this death charged to the task? If the task has a number of lives: yes, once it has begun. If not: yes, unless
+    the keeper died.
+    """
     if task.lives is not None:
         return on.stage >= Stage.FETCH
     return event.cause is not Cause.KEEPER
@@ -165,23 +167,23 @@ def _maybe_chance(event: Exited) -> bool:
 
 # Is this sample guilty, or was it only unlucky?
 #
-# A crash (SIGSEGV, an exit, our deadline) is the doing of what was running. A SIGKILL or SIGTERM may be: a sample that
-# makes the kernel kill its worker looks just like a scheduler that kills workers at random. So such a death counts only
-# as far as chance does not explain it.
+# The code that was running causes a crash (SIGSEGV, an exit, our deadline). It may cause a SIGKILL or SIGTERM as well:
+# a sample that makes the kernel kill its worker looks just like a scheduler that kills workers at random. So such a
+# death counts only if chance does not explain it.
 #
-# If the kills are random, each of the `deaths` seen so far fell somewhere into the time that all workers together have
-# lived. The chance that one of them fell on this sample is its share of that time: the seconds it was being loaded
-# whenever it was hit. At least `hits` of `deaths` falling there by chance is then a binomial tail. A poison sample dies
-# again within milliseconds of a life that lasts longer than that, so its tail shrinks with each strike; an innocent one
-# gets through sooner or later, and is cleared.
+# Suppose that the kills are random. Then each of the `deaths` so far fell somewhere into the time that all workers
+# together have lived. The chance that one of them fell on this sample is the sample's share of that time: the seconds
+# for which it was being loaded whenever it was hit. The chance that at least `hits` of `deaths` fell there is a
+# binomial tail. A poison sample kills again within milliseconds, and the lives are longer than that: its tail shrinks
+# with each strike. An innocent sample gets through sooner or later, and is cleared.
 
 
 # An innocent sample may be blamed less than once in a million.
 CHANCE = 1e-6
-# When the loader would otherwise give up, this much doubt is enough.
+# If the loader would give up otherwise, this much certainty is enough.
 LAST_CHANCE = 1e-2
-# Kills come in clusters and in rhythms, and a sample that was hit is tried again at once, so it may be in step with
-# them: it is taken to be hit this many times as often as any other moment.
+# Kills come in clusters and in rhythms. A sample that was hit is tried again at once, so it may be in step with them:
+# we assume that it is hit this many times as often as any other moment.
 RHYTHM = 1.5
 
 
@@ -206,7 +208,7 @@ def tail(hits: int, deaths: int, share: float) -> float:
 
 
 def luck(hits: int, deaths: int, exposed_s: float, lived_s: float) -> float:
-    """The chance of `hits` on one sample, exposed for `exposed_s` of `lived_s`, by plain bad luck."""
+    """The chance that plain bad luck hits one sample `hits` times. It was exposed for `exposed_s` of `lived_s`."""
     weight = RHYTHM * exposed_s
     rest = max(lived_s - exposed_s, 0.0)
     share = weight / (weight + rest) if weight + rest > 0 else 1.0

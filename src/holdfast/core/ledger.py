@@ -1,29 +1,31 @@
-"""Who holds which task, which attempt, whose turn: `on(event) -> [action]`.
+"""Ledger: which worker holds which task, at which attempt, and whose turn it is: `on(event) -> [action]`.
 
-Plain Python: no I/O, no clock, no process. All of "nothing lost, nothing twice, in order, the right one blamed" is
-decided here, so it can be tested by the hundred thousand random schedules without starting a process.
+Plain Python: no I/O, no clock, no process. Everything behind "nothing lost, nothing twice, in order, the right one
+blamed" is decided here. So tests run a hundred thousand random schedules without starting a process.
 
-It has four to ask: the roster (who is at work), hands (who holds what, and who gets the next task), the inquest (what
-a death means) and the breaker (too many bad samples). They know nothing of turns, and none of them ends a task.
+The ledger asks four others: the roster (which workers are at work), the dispatch (which worker holds what, and which
+one gets the next task), the inquest (what a death means) and the breaker (too many bad samples). They know nothing
+about turns, and none of them ends a task.
 
 The rules:
- 1. A task is charged with a death only if its worker had begun it (`Exited.on`).
- 2. Whoever tells the ledger of a death has told it of all that the worker had finished before.
- 3. Every event names a worker and its life; earlier lives are ignored.
- 4. Batch n is delivered once, after n-1 (unless `in_order=False`: once, when it comes).
- 5. A sample is bad when it ended `strikes` lives; deaths that may come from outside count as blame.py allows.
- 6. The restart budget counts the deaths of one worker without progress between them, anybody's. Progress is a
-    finished batch, or a position in one that was not reached before.
+ 1. A death is charged to a task only if the worker had begun that task (`Exited.on`).
+ 2. The ledger hears of everything that a worker finished before it hears of the worker's death.
+ 3. Every event names a worker and its life; events of earlier lives are ignored.
+ 4. Batch n is delivered once, after batch n-1. With `in_order=False` it is delivered once, when it comes.
+ 5. A sample is bad when it has ended `strikes` lives. A death that may come from outside counts only if chance does not
+    explain it (inquest.py).
+ 6. The restart budget counts the deaths of one worker since the last progress of any worker. Progress is a finished
+    batch, or a position in a batch that was not reached before.
  7. A worker that never comes up ends the run after a few tries.
  8. The same events give the same actions.
- 9. A worker that left for a fresh one, was never born or was taken away is nobody's fault. Its tasks go to its next
-    life; or, where fewer workers are allowed than there are, to the others.
-   As many batches of a stream have come when it ends as its worker has counted: or that is the result of the task.
-10. A task with a number of `lives` is given up when it has ended that many, whoever is to blame: it may not be safe to
-    do it once more. One that is withdrawn takes its worker with it, and nobody else.
-11. A task whose result is lost before its turn is done again, and nobody is charged. Afterwards that is the business
-    of whoever opens it.
-12. `even`: nobody waits behind another task while a worker has nothing to do; and one is started when it is needed.
+ 9. Nobody is charged when a worker leaves for a fresh one, cannot be started or is taken away. Its tasks go to its next
+    life. If fewer workers are allowed than there are, they go to the others. When a stream ends, as many of its batches
+    have come as its worker has counted; if not, the task's result says so.
+10. A task with a number of `lives` is given up when it has ended that many, whatever ended them: it may not be safe to
+    do it once more. A task that is withdrawn ends the worker that is on it, and no other.
+11. If a result is lost before its turn, its task is done again, and nobody is charged. If it is lost later, that is the
+    business of the caller that opens it.
+12. `even`: no task waits behind another while a worker has nothing to do, and a worker is started when it is needed.
 """
 
 from collections.abc import Sequence
@@ -72,9 +74,9 @@ from holdfast.policy import Policy
 
 
 class Ledger:
-    """See the module. `depth`: tasks a worker holds at once. `running`: `lives` of the epoch before, in whose
-    processes this one goes on. `allowed`: how many workers may be at work at first. `share`: tasks after which a life
-    is over, and another takes its place. `even`: see rule 12.
+    """See the module. `depth`: tasks that a worker holds at once. `running`: the `lives` of the epoch before; this
+    epoch goes on in their processes. `allowed`: how many workers may be at work at first. `share`: tasks of a life,
+    after which another life takes its place. `even`: see rule 12.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Ledger:
 
     @property
     def at_work(self) -> int:
-        """How many workers there are to be for now."""
+        """How many workers there should be for now."""
         return self._roster.at_work
 
     @property
@@ -139,17 +141,17 @@ class Ledger:
 
     @property
     def open_streams(self) -> bool:
-        """False when every iterable worker has come to its end: there is nothing left to draw."""
+        """False when every stream has ended: there is nothing left to draw."""
         return self._streams is None or self._streams.open
 
     @property
     def ended_streams(self) -> int:
-        """How many have come to their end."""
+        """How many streams have ended."""
         return 0 if self._streams is None else self._streams.ended
 
     @property
     def streams_left(self) -> dict[int, int]:
-        """WorkerState -> batches asked of its stream, where that has not come to its end."""
+        """For each worker whose stream has not ended: the batches that were asked of it."""
         return {worker.id: worker.drawn for worker in self._workers if worker.phase < Phase.ENDED and worker.drawn}
 
     @property
@@ -158,7 +160,7 @@ class Ledger:
         return [task.result for task in self._tasks.values() if task.done and task.result is not None]
 
     def on(self, event: Event) -> Sequence[Action]:
-        """Take one event in; give the actions it leads to, in the order they must be done."""
+        """Take one event in. Gives the actions that it leads to, in the order in which they must be done."""
         if self.stopped:
             return [Discard(event.result)] if isinstance(event, Finished | BootFailed) else ()
         match event:
@@ -222,7 +224,7 @@ class Ledger:
         return self._deliver(task)
 
     def _deliver(self, just: Task | None = None) -> list[Action]:
-        """What can be given to the user now; out of order it is `just` this one, if that is known."""
+        """What the user can have now. `just`: the task that has just ended; out of order, no other can be ready."""
         actions: list[Action] = []
         if self._in_order:
             while (task := self._tasks.get(self._turn)) is not None and task.done:
@@ -236,7 +238,7 @@ class Ledger:
         return actions
 
     def _end(self, task: Task, actions: list[Action]) -> None:
-        """Its place with its worker is free now, not before: a finished batch that waits for its turn is memory."""
+        """Its place with its worker is free now, and not before: a finished batch holds memory until its turn comes."""
         actions.append(Drop(task.id) if task.result is None else Deliver(task.id, task.result))
         if self._rotation is not None:
             return
@@ -248,7 +250,7 @@ class Ledger:
         if self._dispatch.waiting:
             actions += self._dispatch.give_waiting()
 
-    # Tasks that are not wanted any more, or wanted elsewhere -------------------------------------------------------
+    # Tasks that nobody wants any more, or that another worker gets -------------------------------------------------
 
     def _withdrawn(self, event: Withdrawn) -> Sequence[Action]:
         assert not self._in_order, "a turn cannot be skipped"
@@ -348,7 +350,7 @@ class Ledger:
         return self._died(worker, task, on, event)
 
     def _died(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
-        """It was not to die: what was it on, and what now?"""
+        """Nobody asked it to end: what was it on, and what is to be done?"""
         outcome, strike, needed = self._inquest.hold(event, worker, task, on)
         if outcome is AfterDeath.RENEW:
             return self._renew(event)
@@ -370,7 +372,7 @@ class Ledger:
         return [*actions, *self._replace(worker), *self._dispatch.give_waiting()]
 
     def _left(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
-        """It left for a fresh one, could not be made, or had to go for the others: nobody is to blame."""
+        """It left for a fresh one, could not be started, or was killed to save memory: nobody is to blame."""
         if task is not None and on is not None:
             task.attempt += 1
             self._inquest.spend(task, on)
@@ -390,7 +392,7 @@ class Ledger:
         return actions
 
     def _replace(self, worker: WorkerState) -> list[Action]:
-        """Its next life; or none where fewer workers are allowed: then the others take its tasks."""
+        """Its next life begins. If fewer workers are allowed, it has none, and the others take its tasks."""
         left = worker.leaving
         if not self._roster.next_life(worker):
             return self._dispatch.give_to_others(worker)
@@ -398,7 +400,7 @@ class Ledger:
         return [*actions, *self._dispatch.open(worker)] if left else actions
 
     def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[Did, list[Action]]:
-        """A sample (or a whole batch) is bad: do with it what the policy says."""
+        """A sample, or a whole batch, is bad: do with it what the policy says."""
         position = on.position if on.spare else blamed_position(on)
         if on.spare and on.spare not in task.deadly:
             task.deadly = (*task.deadly, on.spare)
@@ -454,7 +456,7 @@ class Ledger:
         return [*actions, *self._dispatch.give_waiting()]
 
     def _shrink(self, worker: WorkerState) -> bool:
-        """Go on with one worker less, if that can be."""
+        """Go on with one worker less, if that is possible."""
         fewer = self._roster.shrink(worker)
         if fewer:
             self._dispatch.close(worker)

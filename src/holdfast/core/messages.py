@@ -1,11 +1,11 @@
 """Everything that crosses a boundary inside Holdfast: events (past tense) go in, actions (imperative) come out.
 
-A *worker* is a number from 0 on; each process that plays it is a *life*. A *task* is one batch; its number is its
-*turn*. A sample's place in its batch is its *position*. `result` fields are opaque here: whoever made a task knows
-what they hold.
+A *worker* is a number, counted from 0; each process that plays it is a *life*. A *task* is one batch; its number is
+its *turn*. A sample's place in its batch is its *position*. Fields named `result` are opaque here: the maker of a task
+knows what they hold.
 
-Named tuples, because two events and two actions are made for every batch: 0.3 us each against 0.6 us for a frozen
-dataclass, and as immutable.
+These are named tuples because every batch makes two events and two actions. A named tuple costs 0.3 us, a frozen
+dataclass 0.6 us, and both are immutable.
 """
 
 from enum import Enum, IntEnum, auto
@@ -23,7 +23,7 @@ class Stage(IntEnum):
     COLLATE = 5
     SEND = 6  # writing the batch into its slot
     REPLAY = 7  # an iterable dataset is being brought back to its place
-    ANNOUNCE = 8  # its batch is complete; the trainer does not take the word of it
+    ANNOUNCE = 8  # its batch is complete, and the trainer's pipe is too full to say so
 
 
 class Cause(IntEnum):
@@ -36,18 +36,18 @@ class Cause(IntEnum):
     KEEPER = 4  # its keeper died or was replaced; nobody's fault
     RECYCLED = 5  # it left for a fresh one: `code` is the `Leave`; nobody's fault
     UNBORN = 6  # the system refused a process; `code` is the errno
-    PRESSURE = 7  # we killed it: the memory of all was almost used up; nobody's fault
+    PRESSURE = 7  # we killed it: all workers together had almost used up the memory; nobody's fault
     ASKED = 8  # we ended it: its task was withdrawn, or it had done its share of tasks
 
 
 class Leave(IntEnum):
-    """Why a worker makes room for a fresh one. In the middle of a batch only after it was refused something."""
+    """Why a worker makes room for a fresh one. It leaves in the middle of a batch only if it was refused something."""
 
     ASKED = 1  # fewer workers are wanted
-    MEMORY = 2  # it has grown to its mark, or an allocation was refused
+    MEMORY = 2  # it has grown to its limit, or an allocation was refused
     DESCRIPTORS = 3
     PROCESSES = 4  # a thread or a process was refused to it
-    UNFIT = 5  # it could not start, and has said so
+    UNFIT = 5  # it could not start, and said so
 
 
 class What(Enum):
@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The supervisor is ready to act; `at` is its clock in seconds."""
+    """The supervisor is ready to act. `at`: the time by its clock, in seconds."""
 
     at: float
 
@@ -117,7 +117,7 @@ class Opened(NamedTuple):
 class Drawn(NamedTuple):
     """The source gave one more task.
 
-    `lives`: how many lives it may end, whatever ends them; None to judge each death by the policy.
+    `lives`: how many lives the task may end, whatever ends them. None: the policy judges each death.
     """
 
     task: int
@@ -132,7 +132,7 @@ class Withdrawn(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """A worker was sent this task, had not begun it, and will not."""
+    """A worker got this task, has not begun it, and never will."""
 
     worker: int
     life: int
@@ -140,7 +140,7 @@ class Returned(NamedTuple):
 
 
 class Spared(NamedTuple):
-    """The order to kill this life came too late, or was not needed: it is not on that task. It lives on."""
+    """This life was to be killed for a task that it is not on. It lives on."""
 
     worker: int
     life: int
@@ -166,7 +166,7 @@ class BootFailed(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A task has an outcome, good or bad; it no longer needs its worker. `bad` samples are missing or replaced."""
+    """A task has an outcome, good or bad, and needs its worker no more. `bad`: samples that are missing or replaced."""
 
     worker: int
     life: int
@@ -192,7 +192,7 @@ class Exhausted(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A life ended. All its messages were told before this one. `evidence` is for diagnosis alone."""
+    """A life ended. All that it said was told before this. Only diagnosis reads `evidence`."""
 
     worker: int
     life: int
@@ -204,7 +204,7 @@ class Exited(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """So many workers may be at work now. `paused`: and no task may be handed out while another is being done."""
+    """So many workers may be at work now. `paused`: no task may be handed out while another is being done."""
 
     workers: int
     paused: bool
@@ -255,7 +255,7 @@ class TakeBack(NamedTuple):
 
 
 class Release(NamedTuple):
-    """This life has done its share: it may leave by itself."""
+    """This life has done its share of tasks: it may leave by itself."""
 
     worker: int
     life: int
@@ -288,7 +288,7 @@ class Retire(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """It is this task's turn: give its result to the user."""
+    """This task's turn has come: give its result to the user."""
 
     task: int
     result: object
@@ -301,20 +301,20 @@ class Drop(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """A result that nobody waits for any more; give its memory back."""
+    """Nobody waits for this result any more: give its memory back."""
 
     result: object
 
 
 class Renew(NamedTuple):
-    """Replace the keeper: its workers hang as if they had inherited a held lock. Starts follow."""
+    """Replace the keeper: its workers hang as if they had inherited a lock that is held. Starts follow."""
 
 
 class Note(NamedTuple):
-    """An incident: what happened, what was done about it, and the standing of the sample it happened on.
+    """An incident: what happened, what the ledger did about it, and which strike of how many it is for the sample.
 
-    `spare`: which sample in its place it was, counted from 1; 0 for the sample itself. `at_work`: the workers that are
-    left, for Did.WENT_ON.
+    `spare`: which sample in the place of that one, counted from 1; 0 for the sample itself. `at_work`: the workers that
+    are left, for Did.WENT_ON.
     """
 
     event: Exited
@@ -326,7 +326,7 @@ class Note(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Going on would not help. `results`: of tasks whose turn had not come; they know more about what was bad."""
+    """Going on would not help. `results`: those of tasks whose turn had not come. They may say what was bad."""
 
     why: Why
     event: BootFailed | Exited | None
@@ -339,7 +339,9 @@ Action = Start | Kill | TakeBack | Release | Send | Retire | Deliver | Drop | Di
 
 
 class Short(NamedTuple):
-    """The result of the task at which a stream ended: as many batches were made by the worker's count, came by ours."""
+    """The result of a task at which a stream ended, if the counts of its batches differ. `made`: by the worker's own
+    count; `came`: by ours.
+    """
 
     task: int
     worker: int
@@ -348,7 +350,7 @@ class Short(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The result of a task that is given up: a sample (or the collate, position -1) ended too many lives."""
+    """The result of a task that is given up: one sample ended too many lives; or the collate did, at position -1."""
 
     task: int
     position: int

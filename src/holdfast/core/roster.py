@@ -1,8 +1,8 @@
-"""Roster: which workers there are, each in which life, and who of them is at work.
+"""Roster: which workers there are, and in which phase of which life each of them is.
 
-How many may be at work is told from outside (`allow`, see crew.py) or learnt from a refusal (`shrink`). The roster
-says who that is: who has to leave, who comes back, and who gets a next life. What a worker holds is not its business
-(hands.py), nor is what it died of (inquest.py).
+How many may be at work is decided elsewhere (`allow`, see autoscale.py) or learnt from a refusal (`shrink`). The roster
+decides which ones: which worker has to leave, which one comes back, and which one gets a next life. It does not know
+what a worker holds (dispatch.py) or what it died of (inquest.py).
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ class WorkerState:
 
 
 class Roster:
-    """`running`, `allowed`: see the ledger. `fixed`: no worker can play another. `lazy`: one is started when it is
-    needed.
+    """`running`, `allowed`: see the ledger. `fixed`: no worker can do the work of another. `lazy`: a worker is started
+    when it is needed.
     """
 
     def __init__(self, workers: int, running: Sequence[int], allowed: int | None, *, fixed: bool, lazy: bool) -> None:
@@ -75,7 +75,7 @@ class Roster:
         self.allowed = workers if allowed is None or fixed else max(1, min(workers, allowed))
         lives = list(running) or [1] * workers
         self.workers = [WorkerState(i, abs(life), self._first(i, life, bool(running))) for i, life in enumerate(lives)]
-        self.at_work = 0  # how many there are to be for now
+        self.at_work = 0  # how many workers there should be for now
         self.count()
 
     def _first(self, worker: int, life: int, running: bool) -> Phase:
@@ -126,7 +126,7 @@ class Roster:
         self.count()
 
     def shrink(self, worker: WorkerState) -> bool:
-        """Go on with one worker less, if that can be."""
+        """Go on with one worker less, if that is possible."""
         if self._fixed or self.at_work <= 1 or worker.leaving:
             return False
         self.allowed = self.at_work - 1
@@ -152,11 +152,11 @@ class Roster:
         return surplus, absent[: max(0, self.allowed - len(present))]
 
     def bring_back(self, worker: WorkerState) -> None:
-        """It has a life again; `count` when all have."""
+        """It has a life again. The caller calls `count` when all have."""
         worker.move(Phase.WAITING if self._lazy else Phase.STARTING)
 
     def next_life(self, worker: WorkerState) -> bool:
-        """Its life is over. True if another follows: not where its stream has ended, or fewer workers are allowed."""
+        """Its life is over. False if no other follows: its stream has ended, or fewer workers are allowed."""
         worker.life += 1
         worker.served = 0
         if worker.phase is Phase.ENDED:
@@ -169,10 +169,10 @@ class Roster:
         return worker.phase is Phase.STARTING
 
 
-# Task: one batch on its way, and what it has been through. The ledger writes the first, the inquest the second.
+# Task: one batch on its way. Past: what it has been through. The ledger writes tasks, the inquest writes their past.
 
 
-# Samples that may be tried in the place of a bad one.
+# How many other samples may be tried in the place of a bad one.
 SPARES = 8
 
 
@@ -207,24 +207,24 @@ class Task:
         self.result: object = None
         self.bad: tuple[int, ...] = ()  # positions of samples that kill
         self.deadly: tuple[int, ...] = ()  # spares that do, counted from 1
-        self.stay = -1  # up to here a fresh worker did not help
-        self.past: Past | None = None  # of the few that have one
+        self.stay = -1  # up to this position a fresh worker did not help
+        self.past: Past | None = None  # few tasks have one
 
 
 class Past:
-    """What a task has been through whose worker died, or left, while it was on it."""
+    """What a task has been through. It has a past if a worker died, or left, while it was on this task."""
 
     __slots__ = ("crashes", "hits", "reached", "spent")
 
     def __init__(self) -> None:
         self.reached = -1  # the furthest position that was ever begun
-        self.crashes: dict[int, int] = {}  # position -> lives it ended at face value
-        self.hits: dict[int, tuple[int, float]] = {}  # position -> (maybe random deaths, seconds exposed)
+        self.crashes: dict[int, int] = {}  # position -> lives that it surely ended
+        self.hits: dict[int, tuple[int, float]] = {}  # position -> (deaths that may be chance, seconds it was loaded)
         self.spent = -1  # the furthest position at which a life ran out of something
 
 
 def past_of(task: Task) -> Past:
-    """Its past, which begins now if it had none."""
+    """Its past. It begins now, if there was none."""
     if task.past is None:
         task.past = Past()
     return task.past

@@ -1,7 +1,7 @@
-"""Supervisor: wait, tell the ledger, act. The few lines between who decides and who does.
+"""Supervisor: wait for the host, tell the ledger, do what it says.
 
-What the user's side gets out of it: `ready`, the results whose turn has come; `dropped`, how many tasks ended without
-one; `notes`, incidents to be diagnosed; `stop`, set when going on would not help.
+The faces read four things here. `ready`: the results whose turn has come. `dropped`: how many tasks ended without a
+result. `notes`: incidents to be diagnosed. `stop`: set when going on would not help.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ from holdfast.core.messages import (
     Withdrawn,
 )
 
-# What a worker that has done its share gets to leave by itself: exit handlers of the user's code run then.
+# How long a worker that has done its share may take to leave by itself: the user's exit handlers run then.
 LEAVE_S = 5.0
 
 
@@ -85,7 +85,7 @@ class Supervisor:
                         self.muster()
 
     def muster(self) -> None:
-        """The crew may have changed its mind."""
+        """The autoscale may want another number of workers."""
         allowed = self._autoscale.allowed
         if allowed != self._allowed and self.stop is None:
             self._allowed = allowed
@@ -126,17 +126,17 @@ class Supervisor:
                     assert_never(action)
 
 
-# Story: the bounded log of events, so that an incident can be told, and replayed through a new ledger.
+# Story: the last events, kept so that an incident can be told, and replayed through a new ledger.
 
 
-# The last thousand batches. Not more: what is written over must still be in the cache.
+# The last thousand batches. More would not stay in the processor's cache until it is overwritten.
 KEPT = 2_000
 
 
 class Story:
-    """The last events, in the order the ledger was told them; without results, which are the user's memory.
+    """The last events, in the order in which the ledger heard them. Results are left out: they are the user's memory.
 
-    The two events of every batch are kept as bare tuples of numbers, which the garbage collector does not trace.
+    The two events of every batch are kept as bare tuples of numbers: the garbage collector does not trace those.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -169,14 +169,14 @@ class Story:
         return len(self._events)
 
     def of_task(self, task: int) -> list[Event]:
-        """What is known of one task."""
+        """The events of one task."""
         return [e for e in self if getattr(e, "task", None) == task]
 
     def of_worker(self, worker: int) -> list[Event]:
-        """What is known of one worker, in all its lives."""
+        """The events of one worker, in all its lives."""
         return [e for e in self if getattr(e, "worker", None) == worker]
 
 
 def replay(events: Iterable[Event], on: Callable[[Event], Sequence[Action]]) -> list[Action]:
-    """The actions that these events lead to in a new ledger."""
+    """The actions that these events lead to; `on` is that of a new ledger."""
     return [action for event in events for action in on(event)]

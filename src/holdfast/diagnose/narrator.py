@@ -1,6 +1,6 @@
-"""What happened to workers becomes incidents: in the report and in the log. Every face of Holdfast speaks through this.
+"""Narrator: makes incidents of what happened to workers, for the report and for the log. Each face has its own kind.
 
-Nothing here decides or waits. The same `Case` is behind the log line, the report and the text of an exception.
+Nothing here decides or waits. One `Case` is behind the log line, the report and the text of an exception.
 """
 
 import time
@@ -18,7 +18,7 @@ from holdfast.system.signals import warn
 
 
 class Narrator:
-    """One face's. `blank`: what is the same in every case. `call`: "" for a pool, see Case."""
+    """The narrator of one face. `blank`: what all its cases share. `call`: "" for a pool, see Case."""
 
     def __init__(
         self, record: Record, policy: Policy, growth_bytes: int | None, start_method: str, call: str | None = None
@@ -35,7 +35,7 @@ class Narrator:
         )
 
     def name(self, task: int, position: int) -> dict[str, Any]:
-        """The fields of a Case that say what this place is in the user's words."""
+        """The fields of a Case that name this place as the user knows it."""
         raise NotImplementedError
 
     def did(self, note: Note) -> str:
@@ -43,14 +43,14 @@ class Narrator:
         raise NotImplementedError
 
     def tell(self, case: Case) -> Incident:
-        """Into the report and the log."""
+        """Put this case into the report and the log."""
         incident = incident_of(case)
         self.record.add(incident)
         warn(incident.line)
         return incident
 
     def incident(self, note: Note | Silence) -> None:
-        """Something happened to a worker; the ledger has dealt with it."""
+        """Something happened to a worker, and the ledger has dealt with it."""
         if isinstance(note, Note):
             self.record.counts["restarts"] += 1
             case = self.death(note)
@@ -62,12 +62,12 @@ class Narrator:
             self.tell(self.at(note.on, note.evidence, **facts))
 
     def could_not_start(self, raised: Raised, worker: int) -> Incident:
-        """What a worker raised before it was ready."""
+        """A worker raised before it was ready."""
         case = replace(self.blank, what=What.BOOT, worker=worker, stage=Stage.INIT, raised=raised, at=time.time())
         return self.tell(case)
 
     def gave_up(self, event: Exited) -> str:
-        """Why there is no other life, in words; the last death follows."""
+        """Why there is no other life. The text of the last death follows."""
         if event.cause is Cause.KEEPER:
             return (
                 "the keeper, the process between this one and the workers, ends again and again; it may have printed "
@@ -78,7 +78,7 @@ class Narrator:
         return f"a worker died more than {self.policy.restarts} times in a row without any progress; the last:"
 
     def _told_before(self, case: Case) -> bool:
-        """A leak comes again and again: it is told once, and counted."""
+        """A leak comes again and again. It is told once, and counted."""
         finding = incident_of(case).finding
         name = f"incident:{finding}"
         self.record.counts["recycled"] += 1

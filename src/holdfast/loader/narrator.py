@@ -1,4 +1,4 @@
-"""What the user of a loader is told: failures become bad samples and exceptions. Deaths: see diagnose/narrator.py."""
+"""What Holdfast tells the user of a loader: its words, its bad samples, its exceptions, its totals."""
 
 import resource
 import time
@@ -47,7 +47,7 @@ _NOW_BAD = (Did.REPLACED, Did.LEFT_OUT, Did.LEFT_OUT_LAST)
 
 
 class LoaderNarrator(Narrator):
-    """One iterator's voice. `sample_of(task, position, spare=0)`: its index, and how to load it; `pid_of(worker)`."""
+    """The narrator of one iterator. `sample_of(task, position, spare=0)`: the index there, and how to load it again."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class LoaderNarrator(Narrator):
         return replace(case, index=index, again=again)
 
     def lost(self, lost: Lost) -> WorkerLost:
-        """A sample or batch ended too many lives: the error to raise for it."""
+        """A sample or a batch ended too many lives. Gives the error to raise for it."""
         case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0))
         case = replace(case, did="nothing more: next() raises for this batch")
         incident = incident_of(case)
@@ -107,7 +107,7 @@ class LoaderNarrator(Narrator):
         return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
 
     def not_registered(self, refusal: Refusal) -> None:
-        """The device cannot read slots in place: said once."""
+        """The device cannot read slots in place. The user hears it once."""
         if self._told_refusal:
             return
         self._told_refusal = True
@@ -119,7 +119,7 @@ class LoaderNarrator(Narrator):
         self.tell(replace(self.blank, what=What.UNPINNED, worker=TRAINER, raised=raised, did=did))
 
     def no_snapshots(self, raised: Raised, worker: int) -> None:
-        """A stream's state cannot be taken: said once."""
+        """The state of a stream cannot be saved. The user hears it once."""
         if not self.record.counts["incident:stream-without-state"]:
             did = "took no snapshots: if a worker dies, the next one replays its stream"
             self.tell(replace(self.blank, what=What.STATELESS, worker=worker, raised=raised, did=did, at=time.time()))
@@ -169,7 +169,7 @@ class LoaderNarrator(Narrator):
             bad[number] = replace(bad[number], replaced_by=trouble.replaced_by)
 
     def failure(self, failure: BatchFailure, batch: int, worker: int) -> BaseException:
-        """User code raised, and the policy is to say so: the exception to raise."""
+        """User code raised, and the policy passes that on. Gives the exception to raise."""
         self.troubles(failure.troubles, batch, worker)
         case = self._raised(
             failure.raised,
@@ -193,12 +193,12 @@ class LoaderNarrator(Narrator):
     # The end of it -------------------------------------------------------------------------------------------------
 
     def boot_failure(self, raised: Raised, worker: int) -> BaseException:
-        """A worker could not start: the exception to raise."""
+        """A worker could not start. Gives the exception to raise."""
         self.could_not_start(raised, worker)
         return to_raise(raised, f"in worker {worker} while it started", None, worker)
 
     def stop(self, stop: Stop) -> BaseException:
-        """Going on would not help: the exception to raise."""
+        """Going on would not help. Gives the exception to raise."""
         event = stop.event
         if isinstance(event, Exited):
             note = Note(event, Did.STOPPED, 0, 0, 0 if event.on is None else event.on.spare)
@@ -209,7 +209,7 @@ class LoaderNarrator(Narrator):
         return self.too_many(stop.bad, stop.seen)
 
     def too_many(self, bad: int, seen: int) -> TooManyBad:
-        """The circuit breaker: what do they share?"""
+        """Too many samples are bad. Gives the exception to raise, with the most frequent errors."""
         shared = Counter(b.error for b in self.record.bad_samples).most_common(3)
         lines = [f"{bad} of {seen} samples are bad, more than max_bad={self.policy.max_bad:g} allows"]
         lines += [f"    seen   {count} x {error}" for error, count in shared]
@@ -223,11 +223,11 @@ def _limit(size: int) -> str:
     return "unlimited" if size == resource.RLIM_INFINITY else f"{size >> 10} KiB"
 
 
-# Totals: what a loader has done so far, over all its epochs. `loader.stats()`, and what `holdfast top` shows.
+# Totals: what a loader has done so far, over all its epochs. `loader.stats()` and `holdfast top` show them.
 
 
 def totals(record: Record, workers: int, dataset: Any) -> LoaderStats:
-    """It does not need the loader, which may be gone: `for batch in DataLoader(...)`."""
+    """It does not need the loader itself, which may be gone: `for batch in DataLoader(...)`."""
     counts, device_ran_s = record.counts, record.device_ran_s
     found = LoaderStats(
         batches=counts["batches"],

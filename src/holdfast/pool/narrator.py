@@ -1,4 +1,4 @@
-"""What the user of a pool is told: lost tasks and failures become exceptions. Deaths: see diagnose/narrator.py."""
+"""What Holdfast tells the user of a pool: its words, its exceptions, its totals."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "resta
 
 
 class PoolNarrator(Narrator):
-    """One pool's. `calls`: those that are with workers, by number."""
+    """The narrator of one pool. `calls`: the calls that are with workers, by number."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class PoolNarrator(Narrator):
         return _about(call.alone(task, min(position, call.items - 1)) if call.items and position >= 0 else call)
 
     def death(self, note: Note) -> Case:
-        """In a pool nobody is judged: a task has a number of attempts, and that is all."""
+        """A pool judges no task: each has a number of attempts, and so there are no strikes to tell."""
         return replace(super().death(note), strike=0, needed=0)
 
     def did(self, note: Note) -> str:
@@ -58,19 +58,19 @@ class PoolNarrator(Narrator):
     # One task ------------------------------------------------------------------------------------------------------
 
     def lost(self, call: Call, lost: Lost) -> HoldfastError:
-        """It ended its last life: the error for its future."""
+        """The call ended its last life. Gives the error for its future."""
         case = replace(self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, lost.attempts)), **_about(call))
         incident = incident_of(case)
         kind = TaskTimeout if lost.event.cause is Cause.DEADLINE else TaskLost
         return kind(str(incident), call.number, call.name, case.worker, incident.stack or None)
 
     def killed(self, call: Call) -> TaskLost:
-        """Its worker was killed because the user wanted all of them killed."""
+        """The user had all workers killed, and the call was with one of them."""
         text = f"task {call.number} ({call.name}) was lost: kill_workers() or terminate_workers() ended its worker"
         return TaskLost(text, call.number, call.name)
 
     def failure(self, call: Call, failure: CallFailure, worker: int, pid: int) -> BaseException:
-        """The task raised: the error for its future."""
+        """The task raised. Gives the error for its future."""
         case = replace(
             self.blank,
             what=What.RAISED,
@@ -95,7 +95,7 @@ class PoolNarrator(Narrator):
         error = rebuild(failure.raised)
         if error is None:
             return to_raise(failure.raised, said, None, worker)
-        # As itself whatever it is: it ends nothing before somebody asks the future for it.
+        # It arrives as itself, whatever it is: it can end nothing before somebody asks the future for it.
         return told(error, said, RemoteTraceback(failure.raised.traceback))
 
     def _unopened(self, call: Call, worker: int, raised: Raised) -> TaskLost:
@@ -112,7 +112,7 @@ class PoolNarrator(Narrator):
         return error
 
     def unreadable(self, call: Call, cause: BaseException) -> TaskLost:
-        """The result came, and unpickling it raised."""
+        """The result came, and unpickling it raised. Gives the error for the call's future."""
         error = TaskLost(
             f"the result of task {call.number} ({call.name}) was lost: unpickling it here raised "
             f"{type(cause).__name__}: {text_of(cause, BaseException)}\n"
@@ -127,14 +127,14 @@ class PoolNarrator(Narrator):
     # All of them ---------------------------------------------------------------------------------------------------
 
     def boot_failure(self, raised: Raised, worker: int) -> PoolBroken:
-        """A worker could not start."""
+        """A worker could not start. Gives the error for all futures."""
         incident = self.could_not_start(raised, worker)
         error = PoolBroken(f"the initializer of the pool raised, so no worker can start\n{incident}")
         error.__cause__ = to_raise(raised, f"in worker {worker} while it started", None, worker)
         return error
 
     def stop(self, stop: Stop) -> PoolBroken:
-        """Workers do not stay."""
+        """Workers die again and again. Gives the error for all futures."""
         event = stop.event
         assert isinstance(event, Exited)
         incident = incident_of(replace(self.death(Note(event, Did.STOPPED, 0, 0)), did="gave up: all tasks fail"))
