@@ -7,8 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.cli import show
 from holdfast.local.trainer.keeper_birth import flush_output
@@ -32,13 +31,17 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
     raised here again.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    flush_output()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        die_with_parent(parent)
+
+    def child() -> int:
         ours.close()
-        _work(work, told, theirs)
+        faulthandler.enable() if sys.stderr is sys.__stderr__ else faulthandler.disable()
+        try:
+            theirs.send(("answer", work(lambda doing: theirs.send(("doing", doing)))))
+        except told as error:
+            theirs.send(("raised", error))
+        return 0
+
+    pid = start_child(child)
     theirs.close()
     doing, answer = "", None
     try:
@@ -66,16 +69,17 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
     return result
 
 
-def _work(work: Callable[[Say], Any], told: tuple[type[Exception], ...], to: Connection) -> None:
-    """Which process: the child. Never returns."""
+def start_child(main: Callable[[], int]) -> int:
+    """The pid of a fork that runs `main`, exits with its status, and does not outlive this process."""
+    flush_output()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
     status = 1
     try:
-        faulthandler.enable() if sys.stderr is sys.__stderr__ else faulthandler.disable()
-        try:
-            to.send(("answer", work(lambda doing: to.send(("doing", doing)))))
-        except told as error:
-            to.send(("raised", error))
-        status = 0
+        die_with_parent(parent)
+        status = main()
     except BaseException:
         show(traceback.format_exc().rstrip(), sys.stderr)
     finally:

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli import show
+from holdfast.cli.apart import start_child
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.run_folder import from_pickle, from_text
 from holdfast.errors import legible
 from holdfast.loader.seeds import Seeder
-from holdfast.local.trainer.keeper_birth import flush_output
 from holdfast.remote_exception import shown, text_of
-from holdfast.system.linux import die_with_parent, signal_name
+from holdfast.system.linux import signal_name
 
 # With these findings the sample may end or hang the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -152,19 +152,14 @@ def _debug(dataset: Any, again: Again) -> int:
 
 def _in_child(dataset: Any, again: Again) -> int:
     show("in a child of this process; Ctrl-C shows its stack and ends it")
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        die_with_parent(parent)
-        status = 1
-        try:
-            faulthandler.enable(2)  # (the dataset's module may have replaced sys.stderr)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            faulthandler.register(signal.SIGUSR1, 2)
-            status = _load(dataset, again)
-        finally:
-            flush_output()
-            os._exit(status)
+
+    def child() -> int:
+        faulthandler.enable(2)  # (the dataset's module may have replaced sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        faulthandler.register(signal.SIGUSR1, 2)
+        return _load(dataset, again)
+
+    pid = start_child(child)
     try:
         _, status = os.waitpid(pid, 0)
     except KeyboardInterrupt:
