@@ -7,7 +7,8 @@ It has four to ask: the roster (who is at work), hands (who holds what, and who 
 a death means) and the breaker (too many bad samples). They know nothing of turns, and none of them ends a task.
 
 The rules:
- 1. A task is charged with a death only if its worker had begun it (`Exited.on`).
+ 1. A task is charged with a death only if its worker had begun it (`Exited.on`). Where nobody knows what it was on, no
+    task is charged, but for one with a number of lives (rule 10): the first that the worker held.
  2. Whoever tells the ledger of a death has told it of all that the worker had finished before.
  3. Every event names a worker and its life; earlier lives are ignored.
  4. Batch n is delivered once, after n-1 (unless `in_order=False`: once, when it comes).
@@ -332,8 +333,7 @@ class Ledger:
         if not worker.open:
             self._roster.next_life(worker)
             return [Note(event, "nothing: its stream had ended", 0, 0)]
-        on = event.on if event.on is not None and event.on.task in worker.tasks else None
-        task = worker.tasks[on.task] if on is not None else None
+        task, on = self._charge(worker, event)
         if event.cause in (Cause.RECYCLED, Cause.UNBORN, Cause.PRESSURE):
             counted = task is not None and task.lives is not None and on is not None and on.stage >= Stage.FETCH
             if not counted:
@@ -344,6 +344,19 @@ class Ledger:
         if worker.leaving and task is None:
             return self._replace(worker)  # as we wished: no incident
         return self._died(worker, task, on, event)
+
+    @staticmethod
+    def _charge(worker: WorkerState, event: Exited) -> tuple[Task | None, Place | None]:
+        """What it was on, if that was a task. Where nobody knows, its first task with a number of lives may have begun,
+        and may not be safe to do once more.
+        """
+        on = event.on
+        if on is None:
+            first = next(iter(worker.tasks.values()), None)
+            if first is None or first.lives is None:
+                return None, None
+            on = Place(first.id, WHOLE_TASK, Stage.FETCH, 0.0)
+        return (worker.tasks[on.task], on) if on.task in worker.tasks else (None, None)
 
     def _died(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
         """It was not to die: what was it on, and what now?"""

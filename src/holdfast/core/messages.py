@@ -51,7 +51,7 @@ class Leave(IntEnum):
 
 
 class Place(NamedTuple):
-    """What a worker was on, from its pulse."""
+    """What a worker was on, from its pulse. `task`: -1 where it was on none."""
 
     task: int
     position: int
@@ -146,7 +146,9 @@ class Exhausted(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A life ended. All its messages were told before this one. `evidence` is for diagnosis alone."""
+    """A life ended. All its messages were told before this one. `on` is None where nobody knows what it was on.
+    `evidence` is for diagnosis alone.
+    """
 
     worker: int
     life: int
