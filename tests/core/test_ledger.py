@@ -170,6 +170,18 @@ def test_a_death_on_nobody_knows_what_blames_no_sample():
     assert all(action.attempt == 0 for action in actions[2:])
 
 
+def test_a_death_on_nobody_knows_what_is_charged_to_the_first_task_that_may_not_be_safe_to_do_again():
+    """Rule 10 before rule 1: it may have begun. The one behind it has not."""
+    ledger = opened(workers=1, policy=Policy(bad_sample="raise"), in_order=False)
+    ledger.on(Drawn(0, 1, 1))
+    ledger.on(Drawn(1, 1, 1))
+    note, *actions = ledger.on(Exited(0, 1, 1.0, Cause.SIGNAL, signal.SIGKILL, None))
+    assert (note.strike, note.needed) == (1, 1)
+    assert kinds(actions) == ["Deliver", "Start", "Send"]
+    assert isinstance(actions[0].result, Lost)
+    assert (actions[0].task, actions[2].task) == (0, 1)
+
+
 def test_a_death_sends_all_its_tasks_again_and_charges_the_one_it_was_on():
     """Rule 1: task 2 had not begun."""
     ledger = opened()

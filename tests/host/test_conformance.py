@@ -478,7 +478,7 @@ def test_what_was_finished_is_told_before_the_death(maker):
             assert list(driver.host.wait(0.05)) == []
 
 
-@promise("Host.wait", "Says what the life was on, or None where that is not known.")
+@promise("Host.wait", "Says what the life was on, or None where nobody knows.")
 def test_a_death_says_where_it_was(maker):
     with Driver(maker) as driver:
         driver.begin()

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast import DataLoader, Policy, Pool, SampleError, TaskLost, WorkerLost
 from holdfast.core.host import HasPulses, KeepsJournals, KnowsMemory, LendsSlots
-from holdfast.core.messages import Finished, Gone
+from holdfast.core.messages import Exited, Finished, Gone
 from holdfast.errors import LoaderTorn, PoolBroken
 from holdfast.loader.iterator import WorkerIterator
 from holdfast.local.trainer.local_host import LocalHost
@@ -58,6 +58,16 @@ def forgetful(maker, every=3):
             return [event._replace(result=LostResult()), Gone(event.task, event.bad)]
 
     return Forgetful
+
+
+def blind(maker):
+    """A host that does not know what a dead worker was on, as that of a cluster may not."""
+
+    class Blind(maker):
+        def wait(self, timeout_s):
+            return [e._replace(on=None) if isinstance(e, Exited) else e for e in super().wait(timeout_s)]
+
+    return Blind
 
 
 @pytest.fixture(params=[LocalHost, SocketHost], ids=["local", "socket"])
@@ -185,6 +195,53 @@ def test_lost_results_charge_nobody(maker, monkeypatch):
     use(monkeypatch, lossy)
     loader = DataLoader(Raising(), batch_size=4, num_workers=3, policy=Policy(bad_sample="skip", max_bad=0.15))
     assert list(chain.from_iterable(numbers(loader))) == [n for n in range(40) if n not in (5, 6)]
+
+
+def test_where_nobody_knows_what_a_worker_was_on_no_batch_is_lost(maker, monkeypatch, tmp_path):
+    use(monkeypatch, blind(maker))
+    loader = DataLoader(Noise(24, once=str(tmp_path), deadly=(3, 11, 17)), batch_size=4, num_workers=2)
+    assert [int(index) for batch in loader for index in batch[:, 0]] == list(range(24))
+    assert not loader.report().bad_samples
+
+
+def test_where_nobody_knows_what_a_worker_was_on_poison_ends_the_run(maker, monkeypatch):
+    """It blames no sample, and it is not tried for ever."""
+    use(monkeypatch, blind(maker))
+    loader = DataLoader(Deadly(9), batch_size=4, num_workers=2, policy=Policy(restarts=3))
+    with pytest.raises(WorkerLost):
+        numbers(loader)
+
+
+def test_where_nobody_knows_what_a_worker_was_on_no_call_runs_twice(maker, monkeypatch, tmp_path):
+    use(monkeypatch, blind(maker))
+    for chunksize in (1, 10):
+        folder = tmp_path / str(chunksize)
+        folder.mkdir()
+        with Pool(2) as pool:
+            results = list(pool.map(noted, [str(folder)] * 20, range(20), chunksize=chunksize, return_exceptions=True))
+        assert isinstance(results[5], TaskLost)
+        assert results[10:] == [2 * n for n in range(10, 20)]
+        assert {path.read_text() for path in folder.iterdir()} == {"ran\n"}
+
+
+def test_a_sample_is_tried_again(maker, tmp_path):
+    loader = DataLoader(Flaky(str(tmp_path)), batch_size=4, num_workers=2, policy=Policy(retries=2, retry_delay=0.01))
+    assert numbers(loader) == BATCHES
+
+
+class Flaky(Numbers):
+    """Each fifth sample cannot be had at first."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, index):
+        path = os.path.join(self.folder, str(index))
+        if index % 5 == 0 and not os.path.exists(path):
+            open(path, "w").close()
+            raise OSError("not yet")
+        return index
 
 
 def test_a_poison_sample_is_left_out(maker):

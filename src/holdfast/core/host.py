@@ -162,7 +162,7 @@ class Host(Protocol):
     def wait(self, timeout_s: float | None) -> Sequence[Event | Silence | Room]:
         """Gives what has happened since the last call. Blocks until something happens, at most `timeout_s`. Meanwhile
         `resting` is True. All that a life finished is told before its Exited. Each life ends in one Exited. Says what
-        the life was on, or None where that is not known. Kills a life that is on one place for longer than it may, and
+        the life was on, or None where nobody knows. Kills a life that is on one place for longer than it may, and
         its Exited says DEADLINE. Tells Gone of a result that is lost after its Finished; but no result is lost with
         `fixed`.
         """

@@ -8,7 +8,8 @@ one gets the next task), the inquest (what a death means) and the breaker (too m
 about turns, and none of them ends a task.
 
 The rules:
- 1. A death is charged to a task only if the worker had begun that task (`Exited.on`).
+ 1. A death is charged to a task only if the worker had begun that task (`Exited.on`). If nobody knows what the worker
+    was on, only a task with a number of lives (rule 10) is charged: the first that the worker held.
  2. The ledger hears of everything that a worker finished before it hears of the worker's death.
  3. Every event names a worker and its life; events of earlier lives are ignored.
  4. Batch n is delivered once, after batch n-1. With `in_order=False` it is delivered once, when it comes.
@@ -336,8 +337,7 @@ class Ledger:
         if worker.phase is Phase.ENDED:
             self._roster.next_life(worker)
             return [Note(event, Did.NOTHING, 0, 0)]
-        on = event.on if event.on is not None and event.on.task in worker.tasks else None
-        task = worker.tasks[on.task] if on is not None else None
+        task, on = self._charge(worker, event)
         if event.cause in (Cause.RECYCLED, Cause.UNBORN, Cause.PRESSURE):
             counted = task is not None and task.lives is not None and on is not None and on.stage >= Stage.FETCH
             if not counted:
@@ -348,6 +348,19 @@ class Ledger:
         if worker.leaving and task is None:
             return self._replace(worker)  # as we wished: no incident
         return self._died(worker, task, on, event)
+
+    @staticmethod
+    def _charge(worker: WorkerState, event: Exited) -> tuple[Task | None, Place | None]:
+        """What it was on, if that was a task. Where nobody knows, its first task with a number of lives may have begun,
+        and may not be safe to do once more.
+        """
+        on = event.on
+        if on is None:
+            first = next(iter(worker.tasks.values()), None)
+            if first is None or first.lives is None:
+                return None, None
+            on = Place(first.id, WHOLE_TASK, Stage.FETCH, 0.0)
+        return (worker.tasks[on.task], on) if on.task in worker.tasks else (None, None)
 
     def _died(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
         """Nobody asked it to end: what was it on, and what is to be done?"""

@@ -93,7 +93,7 @@ class Why(Enum):
 
 
 class Place(NamedTuple):
-    """What a worker was on, from its pulse.
+    """What a worker was on, from its pulse. `task`: -1 if it was on none.
 
     `spare`: which sample in the place of that one, counted from 1; 0 for the sample itself.
     """
@@ -192,7 +192,9 @@ class Exhausted(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A life ended. All that it said was told before this. Only diagnosis reads `evidence`."""
+    """A life ended. All that it said was told before this. `on` is None if nobody knows what it was on. Only diagnosis
+    reads `evidence`.
+    """
 
     worker: int
     life: int

@@ -115,11 +115,12 @@ class Settler:
     def _split(self, call: Call, lost: Lost) -> None:
         """Its worker has died. What it had done counts, one item is guilty, and the others are sent once more."""
         saved, count = self.journals.get(call.number, (b"", 0))
-        unopened = lost.position == UNOPENED and not count and lost.event.cause not in _NOTED_BEFORE
+        known = lost.event.on is not None
+        unopened = known and lost.position == UNOPENED and not count and lost.event.cause not in _NOTED_BEFORE
         if unopened and call.items > 1:
             self._halve(call)
             return
-        outcomes, begun = left_by(saved, count, lost.position)
+        outcomes, begun = left_by(saved, count, lost.position if known else call.items - 1)
         told = self._told(call, outcomes, lost.event.worker)
         for item in range(len(told), begun):
             last = call.lives == 1

@@ -190,10 +190,10 @@ class SocketLife:
         self.on, self.dying, self.end_at = self.place(time.monotonic()), True, None
         self.process.kill()
 
-    def place(self, now: float) -> Place | None:
-        if self.task is None or self.at[0] < Stage.FETCH:
-            return None  # it has not begun
-        return Place(self.task, self.at[1], Stage(self.at[0]), now - self.since)
+    def place(self, now: float) -> Place:
+        begun = self.task is not None and self.at[0] >= Stage.FETCH
+        task = self.task if begun and self.task is not None else -1
+        return Place(task, self.at[1], Stage(self.at[0]), now - self.since)
 
 
 class SocketHost:
@@ -251,7 +251,8 @@ class SocketHost:
             ours.close()
             evidence = Evidence(pid=0, fork_errno=error.errno or 0)
             now = time.monotonic()
-            self._events.append(Exited(worker, life, now, Cause.UNBORN, error.errno or 0, None, evidence))
+            nowhere = Place(-1, 0, Stage.BOOT, 0.0)
+            self._events.append(Exited(worker, life, now, Cause.UNBORN, error.errno or 0, nowhere, evidence))
         else:
             self.lives[worker] = SocketLife(life, process, ours)
         finally:

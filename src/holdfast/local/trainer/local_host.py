@@ -450,8 +450,9 @@ class LocalHost:
             if line is not None:
                 evidence = Evidence(pid=line.pid or 0)
                 pulse = self.pulses[worker]
-                on = pulse.place(now) if pulse.words[LIFE] == line.life else None  # or it was never begun
-                if on is not None and self._takes_back:
+                begun = pulse.words[LIFE] == line.life
+                on = pulse.place(now) if begun else _NOWHERE
+                if begun and self._takes_back:
                     self._journals.keep(pulse, line.slots, on)
                 self._events.append(Exited(worker, line.life, now, Cause.KEEPER, 0, on, evidence))
         self._begin_room()
