@@ -534,7 +534,7 @@ def test_marks_are_kept(maker):
 @promise("Host.items", "How many items each worker gave whose stream has ended, as it counted them.")
 @promise(
     "Host.ends",
-    "What the next life of a worker whose stream has ended must know, or None where it cannot say.",
+    "What the next life of a worker whose stream has ended must know, or why the worker cannot say.",
     "A worker that has nothing to say is not there.",
 )
 def test_ends_of_streams_are_kept(maker):
@@ -545,7 +545,7 @@ def test_ends_of_streams_are_kept(maker):
             exhausted = driver.until(Exhausted, worker)
             assert (exhausted.task, exhausted.made) == (worker, 3)
         assert dict(driver.host.items) == {0: 5, 1: 6}
-        assert dict(driver.host.ends) == {0: b"this", 1: None}
+        assert dict(driver.host.ends) == {0: b"this", 1: contract.StreamEnd.NOT_KNOWN}
         driver.host.abandon_below(10)
         assert not driver.host.items
         assert not driver.host.ends

@@ -215,7 +215,7 @@ class SocketHost:
         self.resting = False
         self.marks = [0] * workers
         self.items: dict[int, int] = {}
-        self.ends: dict[int, bytes | None] = {}
+        self.ends: dict[int, bytes | host.StreamEnd] = {}
         self.workers = [WorkerHandle(self, worker) for worker in range(workers)]
 
     @property
@@ -425,7 +425,8 @@ class SocketHost:
         if task >= self._floor:
             self.items[worker] = reply.buffers
             if reply.spec_bytes:
-                self.ends[worker] = content if reply.spec_bytes == host.StreamEnd.KNOWN else None
+                end = host.StreamEnd(reply.spec_bytes)
+                self.ends[worker] = content if end is host.StreamEnd.KNOWN else end
         self._events.append(messages.Exhausted(worker, life.life, task, reply.bad))
 
     def _bury(self, worker: int, life: SocketLife) -> None:
