@@ -31,6 +31,7 @@ _HELP = {
     "bad_sample": "what to do with a sample that cannot be loaded: raise, skip or replace",
     "retries": "how often a sample that raised an OSError is tried again",
     "retry_delay": "seconds before the first retry",
+    "retry_delay_max": "seconds between two retries at most",
     "strikes": "how many workers one sample may end before it counts as bad",
     "sample_timeout": "seconds that one sample may take",
     "worker_memory": "how much a worker may allocate, such as 4GiB",
