@@ -71,7 +71,7 @@ def test_a_folder_that_was_there_becomes_its_users_alone(tmp_path, caplog, right
     part.file.chmod(0o644)
     part.write({"headline": "it died"})
     part.write({"headline": "it died again"})
-    part.write_totals(dict)
+    part.write_totals(LoaderStats)
     assert mode(part.file) == 0o600
     assert part.file.read_text().startswith("{}\n")
     assert len(part.file.read_text().splitlines()) == 3
