@@ -71,7 +71,7 @@ def test_a_folder_that_was_there_becomes_its_users_alone(tmp_path, caplog, right
     part.file.chmod(0o644)
     part.write({"headline": "it died"})
     part.write({"headline": "it died again"})
-    part.write_totals(dict)
+    part.write_totals(LoaderStats)
     assert mode(part.file) == 0o600
     assert part.file.read_text().startswith("{}\n")
     assert len(part.file.read_text().splitlines()) == 3
@@ -167,7 +167,14 @@ def test_a_link_to_a_folder_of_the_users_is_followed(tmp_path):
     assert len(list((tmp_path / "scratch").iterdir())) == 3
 
 
-@pytest.mark.parametrize("stats", [lambda: 1 / 0, lambda: {"odd": {(1, 2): 3}}, lambda: {"odd": object()}])
+@pytest.mark.parametrize(
+    "stats",
+    [
+        lambda: 1 / 0,
+        lambda: LoaderStats(caches={"odd": {(1, 2): 3}}),
+        lambda: LoaderStats(caches={"odd": object()}),
+    ],
+)
 def test_totals_that_cannot_be_told_are_said_once(tmp_path, caplog, stats):
     """What is read of the run is a help, and ends no epoch."""
     part = RunFolder(str(tmp_path), "loader")

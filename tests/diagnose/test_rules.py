@@ -14,6 +14,7 @@ from holdfast.diagnose.stats import LoaderStats
 from holdfast.remote_exception import Raised, capture
 from holdfast.system.cgroups import ControlGroup, Oom
 from holdfast.system.evidence import Evidence, Sign, View
+from holdfast.system.procfs import On
 from holdfast.system.signals import Fault, Sender
 
 DEAD = Case(what=What.EXITED, worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
@@ -101,25 +102,28 @@ def test_who_signals_the_trainer():
 @pytest.mark.parametrize(
     ("view", "name"),
     [
-        (View(state="D", call="read", on="/data/x.tar", file_system="nfs4"), "hang-uninterruptible"),
+        (View(state="D", call="read", on="/data/x.tar", kinds=(On.FILE,), file_system="nfs4"), "hang-uninterruptible"),
         (View(state="T"), "worker-stopped"),
-        (View(state="S", call="read", on="/data/x.tar", file_system="nfs4"), "hang-io"),
+        (View(state="S", call="read", on="/data/x.tar", kinds=(On.FILE,), file_system="nfs4"), "hang-io"),
         (View(state="S", call="openat"), "hang-io"),
         (View(state="S", call="poll", line="socket.getaddrinfo(host, 443)"), "hang-network"),
-        (View(state="S", call="recvfrom", on="socket"), "hang-network"),
+        (View(state="S", call="recvfrom", on="socket", kinds=(On.SOCKET,)), "hang-network"),
         (View(state="S", call="futex", line="with self.lock:"), "hang-lock"),
         (View(state="R", call="running", busy=0.2), "hang-native"),
-        (View(state="S", call="recvfrom", on="unix socket /run/cache.sock"), "hang-io"),
-        (View(state="S", call="poll", on="unix socket"), "hang-io"),
-        (View(state="S", call="poll", on="unix socket, socket"), "hang-network"),
+        (View(state="S", call="recvfrom", on="unix socket /run/cache.sock", kinds=(On.UNIX_SOCKET,)), "hang-io"),
+        (View(state="S", call="poll", on="unix socket", kinds=(On.UNIX_SOCKET,)), "hang-io"),
+        (View(state="S", call="poll", on="unix socket, socket", kinds=(On.UNIX_SOCKET, On.SOCKET)), "hang-network"),
         (View(state="S", call="wait4", children=((9, "ffmpeg -i x.mp4"),)), "hang-child"),
-        (View(state="S", call="read", on="pipe", children=((9, "ffmpeg -i x.mp4"),)), "hang-child"),
-        (View(state="S", call="read", on="/data/x.tar", children=((9, "ffmpeg -i x.mp4"),)), "hang-io"),
+        (View(state="S", call="read", on="pipe", kinds=(On.PIPE,), children=((9, "ffmpeg -i x.mp4"),)), "hang-child"),
+        (
+            View(state="S", call="read", on="/data/x.tar", kinds=(On.FILE,), children=((9, "ffmpeg -i x.mp4"),)),
+            "hang-io",
+        ),
         (View(state="S", call="wait4"), "sample-hung"),
         (View(state="S", call="clock_nanosleep", gil=True), "hang-native"),
         (View(state="S", call="futex", line="with self.lock:", gil=True), "hang-native"),
         (View(state="S", call="futex", line="with self.lock:", gil=False), "hang-lock"),
-        (View(state="S", call="read", on="/data/x.tar", gil=True), "hang-io"),
+        (View(state="S", call="read", on="/data/x.tar", kinds=(On.FILE,), gil=True), "hang-io"),
         (View(state="S", call="clock_nanosleep", gil=False), "sample-hung"),
         (View(state="S", call="clock_nanosleep"), "sample-hung"),
         (View(), "sample-hung"),
@@ -203,7 +207,7 @@ def test_a_crash_signal_from_outside_is_no_crash():
 
 
 def test_the_file_system_is_named():
-    view = View(state="D", call="read", on="/data/x.tar", file_system="nfs4")
+    view = View(state="D", call="read", on="/data/x.tar", kinds=(On.FILE,), file_system="nfs4")
     assert "/data/x.tar (nfs4)" in named(replace(HUNG, evidence=seen(view=view))).says
 
 

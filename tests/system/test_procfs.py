@@ -29,7 +29,9 @@ def test_what_a_call_is_made_on(wait):
     code, *expected = WAITS[wait]
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         try:
-            until(lambda: list(procfs.system_call(other.pid)) == expected, "it did not come to wait")
+            until(
+                lambda: list(procfs.system_call(other.pid)) == [*expected, (expected[-1],)], "it did not come to wait"
+            )
         finally:
             other.kill()
 
@@ -40,7 +42,8 @@ def test_a_unix_socket_with_a_name(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         try:
             until(
-                lambda: procfs.system_call(other.pid) == ("accept4", f"unix socket {path}"), "it did not come to wait"
+                lambda: procfs.system_call(other.pid) == ("accept4", f"unix socket {path}", (procfs.On.UNIX_SOCKET,)),
+                "it did not come to wait",
             )
         finally:
             other.kill()

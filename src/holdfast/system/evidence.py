@@ -61,7 +61,7 @@ class View:
     call: str = ""
     """The system call it is in; "running" in none; "" when that may not be seen."""
     on: str = ""
-    """The file, socket or pipe that the call is made on."""
+    """The file, socket or pipe that the call is made on, for people."""
     file_system: str = ""
     channel: str = ""
     """Where in the kernel it waits."""
@@ -76,6 +76,8 @@ class View:
     """Its other threads: name and state."""
     children: tuple[tuple[int, str], ...] = ()
     """The processes it has started: pid, command line. Of many, a part."""
+    kinds: tuple[procfs.On, ...] = ()
+    """`on` for the rules."""
     native: tuple[str, ...] = ()
     """Native frames inside the Python line, innermost first, where py-spy could see them."""
 
@@ -161,8 +163,8 @@ def at_death(evidence: Evidence, oom: OomWatch, now: float, *, killed: bool, rea
 
 def view_of(pid: int, busy: float = 0.0) -> View:
     """Which process: the keeper, of a worker that is silent."""
-    call, on = procfs.system_call(pid)
-    system = procfs.file_system(on) if on.startswith("/") else ""
+    call, on, kinds = procfs.system_call(pid)
+    system = procfs.file_system(on) if kinds == (procfs.On.FILE,) else ""
     state = linux.process_state(pid)
     return View(
         state,
@@ -172,6 +174,7 @@ def view_of(pid: int, busy: float = 0.0) -> View:
         procfs.wait_channel(pid),
         procfs.threads(pid),
         busy,
+        kinds=kinds,
         others=procfs.other_threads(pid),
         children=procfs.children(pid),
     )

@@ -9,7 +9,9 @@ import resource
 import stat
 import struct
 from collections import Counter
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.system import linux
 from holdfast.system.redact import mask
@@ -105,22 +107,41 @@ _MOST_CHILDREN = 32
 _HOST_PIDS = "pid:[4026531836]"
 
 
-def system_call(pid: int) -> tuple[str, str]:
-    """(name, what it is called on) of the call that the process is in; ("running", "") if in none."""
+class On(StrEnum):
+    """What a system call is made on."""
+
+    FILE = "file"
+    PIPE = "pipe"
+    SOCKET = "socket"  # to the network, as far as we can tell
+    UNIX_SOCKET = "unix socket"  # to another process of this machine
+    OTHER = "other"
+
+
+class SystemCall(NamedTuple):
+    """The system call that a process is in. `on`: what it is made on, for people; `kinds`: the same for the rules."""
+
+    name: str = ""
+    on: str = ""
+    kinds: tuple[On, ...] = ()
+
+
+def system_call(pid: int) -> SystemCall:
+    """Its name is "running" if the process is in none, and "" if we may not see it."""
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:
-        return "", ""  # gone, or not ours to look at
+        return SystemCall()  # gone, or not ours to look at
     if not words or words[0] in ("running", "-1"):
-        return "running", ""
+        return SystemCall("running")
     name = _CALLS.get(platform.machine(), {}).get(int(words[0]), f"system call {words[0]}")
-    on = ""
+    numbers: list[int] = []
     if name in _ON_DESCRIPTOR and len(words) > 1:
-        on = waited_for(pid, int(words[1], 16) & 0xFFFFFFFF)
+        numbers = [int(words[1], 16) & 0xFFFFFFFF]
     elif name in _ON_SEVERAL and len(words) > 2:
-        polled = _polled(pid, int(words[1], 16), int(words[2], 16))
-        on = ", ".join(dict.fromkeys(waited_for(pid, fd) for fd in polled))
-    return name, on
+        numbers = _polled(pid, int(words[1], 16), int(words[2], 16))
+    found = dict.fromkeys(waited_for(pid, fd) for fd in numbers)
+    kinds = dict.fromkeys(kind for text, kind in found if text)
+    return SystemCall(name, ", ".join(text for text, _ in found), tuple(kinds))
 
 
 def _polled(pid: int, address: int, count: int) -> list[int]:
@@ -135,24 +156,25 @@ def _polled(pid: int, address: int, count: int) -> list[int]:
         return []  # gone, or not ours to look at
 
 
-def waited_for(pid: int, fd: int) -> str:
-    """As `descriptor`; but a socket to another process of this machine is told apart from one to the network."""
+def waited_for(pid: int, fd: int) -> tuple[str, On]:
+    """As `descriptor`, and of which kind it is; ("", OTHER) if that cannot be seen."""
     try:
         target = os.readlink(f"/proc/{pid}/fd/{fd}")
     except OSError:
-        return ""
+        return "", On.OTHER
     found = re.fullmatch(r"socket:\[(\d+)\]", target)
     if found is None:
-        return descriptor(pid, fd)
+        kind = On.FILE if target.startswith("/") else On.PIPE if target.startswith("pipe:") else On.OTHER
+        return descriptor(pid, fd), kind
     try:
         lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
     except OSError:
-        return "socket"
+        return "socket", On.SOCKET
     for line in lines[1:]:
         words = line.split(None, 7)  # address, references, protocol, flags, type, state, inode, path
         if len(words) > 6 and words[6] == found[1]:
-            return f"unix socket {words[7]}" if len(words) > 7 else "unix socket"
-    return "socket"
+            return f"unix socket {words[7]}" if len(words) > 7 else "unix socket", On.UNIX_SOCKET
+    return "socket", On.SOCKET
 
 
 def descriptor(pid: int | str, fd: int) -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import View
+from holdfast.system.procfs import On
 
 # Native frames tell which library a worker hangs in: who is known by which file, and what helps there.
 
@@ -168,7 +169,7 @@ def _child(case: Case, view: View) -> Verdict:
         return None
     stack = case.evidence.stack if case.evidence is not None else ""
     ends = view.call in _CHILD_CALLS
-    listens = "pipe" in view.on.split(", ") and view.call in _WAIT_CALLS | {"read", "write"}
+    listens = On.PIPE in view.kinds and view.call in _WAIT_CALLS | {"read", "write"}
     if not ends and not listens and not (view.call in _WAIT_CALLS and _CHILD_CODE.search(stack)):
         return None
     says = f"it waits for a process that it has started: {_children(view)}"
@@ -189,16 +190,15 @@ def _lost_threads(case: Case, view: View) -> Verdict:
 
 def _is_local(view: View) -> bool:
     """A socket to another process of this machine, not to the network."""
-    return view.on.startswith("unix socket")
+    return view.kinds[:1] == (On.UNIX_SOCKET,)
 
 
 def _network(case: Case, view: View) -> Verdict:
     stack = case.evidence.stack if case.evidence is not None else ""
     names = "getaddrinfo" in stack or "getaddrinfo" in view.line
-    on = view.on.split(", ")
-    if not (view.call in _SOCKET_CALLS or "socket" in on or names or _NETWORK_CODE.search(stack)):
+    if not (view.call in _SOCKET_CALLS or On.SOCKET in view.kinds or names or _NETWORK_CODE.search(stack)):
         return None
-    if _is_local(view) and "socket" not in on and not names:
+    if _is_local(view) and On.SOCKET not in view.kinds and not names:
         return None
     if view.call not in _SOCKET_CALLS | _WAIT_CALLS | {"read", "write", ""}:
         return None
@@ -215,7 +215,7 @@ def _file(case: Case, view: View) -> Verdict:
     local = _is_local(view) and view.call in _SOCKET_CALLS | _WAIT_CALLS
     if view.call not in _FILE_CALLS and not local:
         return None
-    what = {"pipe": "a pipe", "": "a file"}.get(view.on, view.on)
+    what = "a pipe" if view.kinds == (On.PIPE,) else view.on or "a file"
     if _is_local(view):
         what = f"another process of this machine ({view.on})"
     where = f", on {view.file_system}" if view.file_system else ""
