@@ -1,8 +1,8 @@
 """A nested batch <-> (spec, buffers): pickle protocol 5, with the bulk out of band.
 
 The worker packs: the structure becomes a pickle, the *spec*; the bytes of tensors and arrays are put into a space
-(see shm/slot_writer.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out, so
-that a kept label does not hold on to its batch; large ones are views, without a copy.
+(see shm/slot_writer.py) and remembered in a table of (offset, size). The trainer unpacks: small leaves are copied out,
+so that a kept label does not hold on to its batch; large ones are views, without a copy.
 
 Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec
 says just that; it is made once in the worker, and read once in the trainer.

@@ -2,10 +2,10 @@
 
     slot 0 ... count-1 | a letter box per task that may be out | one in which a failing boot speaks, and the states
 
-A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* a free slot when it has
-something to put there (shm/slot_claims.py); only the trainer *frees* one, when nobody looks at it any more. Each of the two
-writes a state byte in one direction only, so no lock is needed. Each life has a file of its own: a late write of a dead
-worker can touch nobody else's bytes, and that is all the generation a slot needs.
+A slot holds a finished batch; a letter box what a worker is told of a task. The worker *claims* a free slot when it
+has something to put there (shm/slot_claims.py); only the trainer *frees* one, when nobody looks at it any more. Each of
+the two writes a state byte in one direction only, so no lock is needed. Each life has a file of its own: a late write of
+a dead worker can touch nobody else's bytes, and that is all the generation a slot needs.
 
     take_box()          trainer, before a task is sent; free_box() when its reply is there
     lend(slot)          trainer, when a batch is opened without copying: the bytes, to be kept by tensors
@@ -26,9 +26,9 @@ A child that the trainer forks sees the lent slots too, and must go on seeing th
 again before the child is gone: it holds the writing end of a pipe, whose end of file tells. Several threads may fork
 at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
 
-A device reads a slot after its last view has died: copies are queued. Where there is one, a *gate* (loader/cuda_slots.py)
-takes each slot that comes back and lets it go when no copy can be in flight. Pages that the device knows by address
-are registered with it; before they go back to the system, the gate takes that back.
+A device reads a slot after its last view has died: copies are queued. Where there is one, a *gate*
+(loader/cuda_slots.py) takes each slot that comes back and lets it go when no copy can be in flight. Pages that the
+device knows by address are registered with it; before they go back to the system, the gate takes that back.
 """
 
 import ctypes

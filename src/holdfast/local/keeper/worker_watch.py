@@ -26,8 +26,8 @@ from holdfast.system.snapshot import PySpy
 
 # A closer look at a worker that hangs or is about to be killed. Which process: the keeper.
 #
-# What it waits for is seen from outside first, before anything is done that may wake it; then py-spy, where there is one,
-# gives its opinion; then the worker is asked for its Python stack.
+# What it waits for is seen from outside first, before anything is done that may wake it; then py-spy, where there is
+# one, gives its opinion; then the worker is asked for its Python stack.
 
 
 # A silent worker is looked at for this long, to see whether it computes; a clock tick is 10 ms.
