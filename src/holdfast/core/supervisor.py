@@ -85,7 +85,7 @@ class Supervisor:
                         self.muster()
 
     def muster(self) -> None:
-        """The autoscale may want another number of workers."""
+        """The number of workers may have to change."""
         allowed = self._autoscale.allowed
         if allowed != self._allowed and self.stop is None:
             self._allowed = allowed

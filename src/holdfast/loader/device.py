@@ -59,7 +59,7 @@ class Crossing:
         self.host = unpacked.batch
         self.samples = unpacked.samples
         # Only what lies in a slot can be read by the device in place.
-        self.parcel = unpacked.result if isinstance(unpacked.result, SlotResult) else None
+        self.slot_result = unpacked.result if isinstance(unpacked.result, SlotResult) else None
         self.bytes = 0
         self.queued = False
         self.batch: Any = None
@@ -213,8 +213,8 @@ class DeviceTransfer:
             if stream != crossing.stream:
                 for twin in crossing.twins:
                     twin.record_stream(stream)
-        if self._gate is not None and crossing.parcel is not None and crossing.parcel.slots is not None:
-            self._gate.shown(crossing.parcel.slots, crossing.parcel.slot)
+        if self._gate is not None and crossing.slot_result is not None and crossing.slot_result.slots is not None:
+            self._gate.shown(crossing.slot_result.slots, crossing.slot_result.slot)
 
     def _wait_for(self, crossing: Crossing) -> None:
         while not crossing.landed():
@@ -234,7 +234,7 @@ class DeviceTransfer:
         side = self._side
         home = side if capturing else stream  # what is allocated on a captured stream belongs to the graph
         with torch.cuda.stream(home) if capturing else nullcontext():
-            twins, copies = self._twins(leaves, crossing.parcel, capturing)
+            twins, copies = self._twins(leaves, crossing.slot_result, capturing)
         if not capturing:
             self._room.record(home)
             side.wait_event(self._room)
@@ -246,19 +246,19 @@ class DeviceTransfer:
         crossing.stream, crossing.queued, crossing.host = home, True, None
         crossing.twins = [twin for twin, _ in copies]
         crossing.bytes = sum(twin.nbytes for twin in crossing.twins)
-        parcel = crossing.parcel
-        if parcel is None or parcel.slots is None or parcel.slot not in parcel.slots.lent:
-            crossing.parcel = None  # copied out of its slot, or never in one
+        slot_result = crossing.slot_result
+        if slot_result is None or slot_result.slots is None or slot_result.slot not in slot_result.slots.lent:
+            crossing.slot_result = None  # copied out of its slot, or never in one
         elif self._gate is not None:
-            self._gate.copying(parcel.slots, parcel.slot, crossing)
+            self._gate.copying(slot_result.slots, slot_result.slot, crossing)
 
     def _twins(
-        self, leaves: dict[int, torch.Tensor], parcel: SlotResult | None, capturing: bool
+        self, leaves: dict[int, torch.Tensor], slot_result: SlotResult | None, capturing: bool
     ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """For each tensor, by identity, its twin on the device; and what to copy into what."""
         twins: dict[int, torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        start, end = _known_to_device(parcel)
+        start, end = _known_to_device(slot_result)
         small: list[tuple[int, torch.Tensor]] = []
         for key, leaf in leaves.items():
             address = leaf.data_ptr()
@@ -270,10 +270,10 @@ class DeviceTransfer:
             copies.append((twins[key], leaf if inside or capturing or not leaf.nbytes else leaf.pin_memory()))
         small.sort(key=lambda pair: pair[0])
         for group in _side_by_side(small):
-            assert parcel is not None and parcel.slots is not None
+            assert slot_result is not None and slot_result.slots is not None
             first, last = group[0][0], group[-1][0] + group[-1][1].nbytes
-            offset = first - parcel.slots.memory.address
-            source = torch.frombuffer(parcel.slots.memory.view[offset : offset + last - first], dtype=torch.uint8)
+            offset = first - slot_result.slots.memory.address
+            source = torch.frombuffer(slot_result.slots.memory.view[offset : offset + last - first], dtype=torch.uint8)
             whole = torch.empty_like(source, device=self._device)
             copies.append((whole, source))
             storage = whole.untyped_storage()
@@ -283,11 +283,11 @@ class DeviceTransfer:
         return twins, copies
 
 
-def _known_to_device(parcel: SlotResult | None) -> tuple[int, int]:
+def _known_to_device(slot_result: SlotResult | None) -> tuple[int, int]:
     """The addresses of a slot's bytes that the device reads by itself; none where it is not registered."""
-    if parcel is None or parcel.slots is None or parcel.slot not in parcel.slots.registered:
+    if slot_result is None or slot_result.slots is None or slot_result.slot not in slot_result.slots.registered:
         return 0, 0
-    slots, slot = parcel.slots, parcel.slot
+    slots, slot = slot_result.slots, slot_result.slot
     start = slots.memory.address + slot * slots.stride
     return start, start + slots.registered[slot]
 

@@ -193,7 +193,7 @@ class Pool(Executor):
             self._feeds = [other for other in self._feeds if not other.over] + [feed]
         return feed.results(timeout)
 
-    # The crew ------------------------------------------------------------------------------------------------------
+    # The workers ---------------------------------------------------------------------------------------------------
 
     def _opened(self) -> Dispatcher:
         if os.getpid() != self._owner:

@@ -23,9 +23,9 @@ _AT_ONCE = RECORD.size * 50
 
 
 class Answers:
-    """`lifelines`, `marks`, `items`, `ends`: of each worker, as they are now; all but the first are written here.
+    """`channels`, `marks`, `items`, `ends`: of each worker, as they are now; all but the first are written here.
 
-    `pipe`, `pipe_w`, `files_w`: for the vigil, and for the keeper.
+    `pipe`, `pipe_w`, `files_w`: for whoever waits, and for the keeper.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Answers:
             if self._journals:
                 self._journals.pop(task, None)
             slots = line.slots
-            parcel = SlotResult(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
+            result = SlotResult(slots, slot, None, where, buffers, spec_bytes, kind == _ERROR, worker)
             slots.used(slot, where + 16 * buffers + spec_bytes)
-            return Finished(worker, life, task, parcel, bad)
+            return Finished(worker, life, task, result, bad)
         return self._understand_rare(ReplyKind(kind & 0xFF), line, record)
 
     def _understand_rare(self, kind: ReplyKind, line: WorkerChannel, record: tuple[int, ...]) -> Event | None:
@@ -122,8 +122,8 @@ class Answers:
             case ReplyKind.BATCH_IN_FILE | ReplyKind.ERROR_IN_FILE:
                 line.slots.put_back(slot)
                 failed = kind is ReplyKind.ERROR_IN_FILE
-                parcel = SlotResult(None, 0, self._file_of(record), where, buffers, spec_bytes, failed, worker)
-                return Finished(worker, life, task, parcel, bad)
+                result = SlotResult(None, 0, self._file_of(record), where, buffers, spec_bytes, failed, worker)
+                return Finished(worker, life, task, result, bad)
             case _:
                 raise AssertionError(f"unknown record {record}")
 

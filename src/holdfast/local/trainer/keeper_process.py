@@ -1,6 +1,6 @@
 """KeeperProcess: the trainer's hold on its keeper: the process, and the socket between the two.
 
-One keeper after another: when one died (`lost`) or never came up (`late`), whoever holds the leash ends it and
+One keeper after another: when one died (`lost`) or never came up (`late`), the host ends it and
 launches the next.
 """
 

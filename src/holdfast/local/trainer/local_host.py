@@ -1,9 +1,9 @@
 """LocalHost: workers as processes of this machine.
 
-It owns, in the trainer, a lifeline for each life (lifeline.py), the pipe on which all workers answer (answers.py), the
-leash of the keeper (leash.py) and the vigil over them (vigil.py); what is heard there becomes events here, in the order
-in which it must be told. No thread: everything happens inside `wait` and `send`. The number of descriptors is constant
-per worker, whatever is sent and kept.
+It owns, in the trainer, a channel for each life (worker_channel.py), the pipe on which all workers answer
+(answers.py), and the keeper (keeper_process.py). What they say becomes events here, in the order in which it must be
+told. No thread: everything happens inside `wait` and `send`. The number of descriptors is constant per worker, whatever
+is sent and kept.
 """
 
 import errno
@@ -172,7 +172,7 @@ class LocalHost:
             if not self._keeper_process.tell(StopAll(grace_s), patience_s=HEAR_S):
                 grace_s = 0.0  # the keeper is gone already
             for worker in range(len(self._channels)):
-                self._end_lifeline(worker)
+                self._end_channel(worker)
             self._keeper_process.find(FOUND_S)
             self._keeper_process.gone(grace_s + 3.0)
             self._hear_last_words()
@@ -247,7 +247,7 @@ class LocalHost:
     def start(self, worker: int, life: int) -> None:
         if self._closed:
             return
-        self._end_lifeline(worker)
+        self._end_channel(worker)
         try:
             line, order, fds = begin_life(
                 worker, life, self._busy, self._gate, self._journals, take_back=self._takes_back
@@ -304,7 +304,7 @@ class LocalHost:
         if line is not None:
             self._events += [Returned(worker, life, task) for task in line.take_back()]
 
-    def _end_lifeline(self, worker: int) -> None:
+    def _end_channel(self, worker: int) -> None:
         line = self._channels[worker]
         if line is not None:
             line.end()
@@ -439,7 +439,7 @@ class LocalHost:
         self._events.append(ended)
         line = self._channels[worker]
         if line is not None and line.tasks < 0:
-            self._end_lifeline(worker)  # perhaps no other life follows
+            self._end_channel(worker)  # perhaps no other life follows
 
     def _lose_keeper(self) -> None:
         """It died, or never came up. Its workers die with it, and nobody is to blame."""
