@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 import sys
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ import holdfast
 from holdfast import Pool
 from holdfast.shm import forks
 
-from ..conftest import children
+from ..conftest import children, until
 from ..interrupt import Alarm, Interrupt, handler_raises
 from ..process import calls, ranks
 from ..process.data import Images, Numbers
@@ -111,9 +110,7 @@ def test_a_handler_that_raises_at_any_moment_of_a_call_leaves_the_pool_as_it_was
             use(pool)
         cut = 0
         for at in range(1, counted.seen, 2):
-            until = time.monotonic() + 60
-            while not pool._dispatcher._asleep and time.monotonic() < until:
-                time.sleep(0.0005)
+            until(lambda: pool._dispatcher._asleep, "the pool's thread never rests", 60)
             try:
                 with handler_raises(Alarm), Interrupt(at):
                     got = use(pool)

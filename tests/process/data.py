@@ -9,6 +9,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
+def flat(loader):
+    """All samples of an epoch, in the order in which they come."""
+    return [int(x) for batch in loader for x in torch.as_tensor(batch).reshape(-1)]
+
+
 class Numbers(Dataset):
     """0, 1, 2, ... each after `seconds`."""
 

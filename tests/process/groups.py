@@ -18,6 +18,7 @@ both = pytest.mark.parametrize("method", SOME[:2])
 
 
 def gone(pid):
+    """It may still wait to be reaped by its parent."""
     return linux.process_state(pid) in ("", "Z")
 
 

@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import signal
-import time
 from contextlib import suppress
 from functools import partial
 
@@ -14,6 +13,7 @@ import pytest
 from holdfast import DataLoader, LoaderTorn, Pool
 from holdfast.errors import HoldfastError, PoolBroken
 
+from ..conftest import until
 from .data import Numbers
 from .streams import GoesOn, Stays
 
@@ -79,9 +79,7 @@ def test_an_epoch_after_a_fatal_stop_has_new_workers(kind, how, strangers, tmp_p
             list(loader)
     else:
         iterator = iter(loader)
-        deadline = time.monotonic() + 30
-        while not os.path.exists(init.mark) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: os.path.exists(init.mark), "no worker has started", 30)
         del iterator
         if kind is Numbers:  # nobody has asked yet whether all is well
             with pytest.raises(ConnectionError, match="not up yet"):

@@ -11,13 +11,15 @@ import signal
 import threading
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, FileCache
 
-from .test_loader import flat
+from ..conftest import until
+from .data import flat
 
 
 def open_under(folder, pid="self"):
@@ -257,13 +259,9 @@ def test_a_fork_while_another_thread_reads(folder):
     thread = threading.Thread(target=lambda: files[folder / "slow"].read(1))
     thread.start()
     slow = open(folder / "slow", "wb", buffering=0)
-    deadline = time.monotonic() + 10
-    while True:
-        with open(f"/proc/self/task/{thread.native_id}/syscall") as call:
-            if call.read().startswith("0 "):  # read, with the handle's lock
-                break
-        assert time.monotonic() < deadline, "the thread never began to read"
-        time.sleep(0.001)
+    call = Path(f"/proc/self/task/{thread.native_id}/syscall")
+    # 0: read, with the handle's lock.
+    until(lambda: call.read_text().startswith("0 "), "the thread never began to read", 10)
 
     def child():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # (pytest's own would never be heard)

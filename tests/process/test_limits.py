@@ -14,14 +14,10 @@ import torch
 import holdfast
 from holdfast import DataLoader, Policy
 
-from .data import Noise, Numbers
+from .data import Noise, Numbers, flat
 from .limits import MIB, Greedy, Leaks, Threads
 
 SCRIPT = str(Path(__file__).with_name("limits.py"))
-
-
-def flat(loader):
-    return [int(x) for batch in loader for x in torch.as_tensor(batch).reshape(-1)]
 
 
 def findings(loader):

@@ -23,13 +23,9 @@ from holdfast import DataLoader, Policy
 from holdfast.shm.slots import Slots
 
 from ..conftest import children
-from .data import Epochs, Getitems, Images, Noise, Numbers, Reopens, Shared, Stream
+from .data import Epochs, Getitems, Images, Noise, Numbers, Reopens, Shared, Stream, flat
 
 METHODS = ["fork", "spawn", "forkserver"]
-
-
-def flat(loader):
-    return [int(x) for batch in loader for x in torch.as_tensor(batch).reshape(-1)]
 
 
 @pytest.mark.parametrize("method", METHODS)

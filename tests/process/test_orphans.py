@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from holdfast.system import linux
+from ..conftest import until
+from .groups import gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,11 +20,6 @@ def run(*words):
     return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=240, check=False, cwd=ROOT).returncode
 
 
-def is_gone(pid):
-    """It may wait to be reaped by whoever is its parent now."""
-    return linux.process_state(pid) in ("", "Z")
-
-
 @pytest.mark.parametrize("name", ["pool", "loader"])
 def test_a_worker_whose_keeper_was_killed_while_it_forked_does_nothing(name, tmp_path):
     """It has another parent when it looks for the first time, and must not take that one for its keeper."""
@@ -33,7 +28,7 @@ def test_a_worker_whose_keeper_was_killed_while_it_forked_does_nothing(name, tmp
     ran = [int(path.name.partition("-")[0]) for path in (tmp_path / "runs").iterdir()]
     assert len(ran) == 1
     assert born not in ran
-    assert is_gone(born)
+    assert gone(born)
 
 
 @pytest.mark.parametrize("name", ["keeper", "rank", "apart", "repro"])
@@ -41,13 +36,10 @@ def test_what_is_being_forked_goes_with_a_trainer_that_is_killed_meanwhile(name,
     """It finds out at its first look, though nothing tells it."""
     assert run(name, tmp_path) == -signal.SIGKILL
     born = int((tmp_path / "born").read_text())
-    give_up = time.monotonic() + 20
     try:
-        while not is_gone(born):
-            assert time.monotonic() < give_up, "it lives on"
-            time.sleep(0.01)
+        until(lambda: gone(born), "it lives on")
     finally:
         holder = tmp_path / "holder"
         for pid in (born, int(holder.read_text()) if holder.exists() else 0):
-            if pid and not is_gone(pid):
+            if pid and not gone(pid):
                 os.kill(pid, signal.SIGKILL)

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 from holdfast import DataLoader, Policy
 from holdfast.errors import CannotSend, LoaderTorn, WorkerLost
 
+from .data import flat
+
 
 class Trips(Dataset):
     """Raises at some indices, and kills its worker at others: as often as it is told, over all lives."""
@@ -77,10 +79,6 @@ class OneList:
                 else:
                     batch[position] = start + position
             yield batch
-
-
-def flat(loader):
-    return [int(x) for batch in loader for x in torch.as_tensor(batch).reshape(-1)]
 
 
 @pytest.mark.parametrize("nested", [False, True])

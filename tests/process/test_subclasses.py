@@ -11,8 +11,7 @@ import torch.utils.data
 
 from holdfast import DataLoader, Policy
 
-from .data import Numbers
-from .test_loader import flat
+from .data import Numbers, flat
 
 
 class Before(DataLoader):
@@ -236,7 +235,7 @@ def test_a_loader_that_was_pickled_with_torchs_class(tmp_path):
     said(str(script), "write", str(kept))
     before = said(str(script), "read", str(kept))
     assert before.count("[[0, 1, 2, 3], [4, 5, 6, 7]] False\n") == 12
-    ours = said("-m", "holdfast.cli", "run", str(script), "read", str(kept))
+    ours = said("-m", "holdfast", "run", str(script), "read", str(kept))
     assert ours == before.replace("torch", "Holdfast")
 
 

@@ -5,13 +5,14 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from holdfast.shm.memory import Memory, new_file
 from holdfast.system import signals
 from holdfast.system.signals import Sender, SenderNote
+
+from ..conftest import until
 
 pytestmark = pytest.mark.skipif(signals.install is None, reason="built without a compiler")
 
@@ -43,9 +44,7 @@ def test_the_sender_its_parents_and_pythons_own_handler():
         note.install((signal.SIGUSR2,))
         command = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGUSR2)}); time.sleep(0.5)"
         with subprocess.Popen([sys.executable, "-c", command, "--token", "hunter2"]) as other:
-            deadline = time.monotonic() + 20
-            while not got and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda: got, "the signal did not come")
         assert got == [signal.SIGUSR2]
         found = note.last(signal.SIGUSR2)
         assert found.pid == other.pid

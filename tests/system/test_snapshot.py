@@ -8,6 +8,8 @@ import time
 
 from holdfast.system.snapshot import bounds_of, look_at
 
+from ..conftest import until
+
 HAS = """
 import subprocess, sys, threading, time
 files = [open({path!r}) for _ in range(5)]
@@ -26,11 +28,9 @@ def test_what_a_process_has(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == b"ready\n"
-            deadline = time.monotonic() + 10
+            # (A program that has only just begun has no command line yet.)
+            until(lambda: look_at(other.pid).children[0][1] == "sleep 60", "its child has no command line")
             look = look_at(other.pid)
-            while look.children[0][1] != "sleep 60":
-                assert time.monotonic() < deadline, look
-                look = look_at(other.pid)  # a program that has only just begun has no command line yet
         finally:
             other.stdin.close()
             other.wait()
