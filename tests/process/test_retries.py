@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
-from holdfast.errors import CannotSend, LoaderTorn, WorkerLost
+from holdfast.errors import CannotSend, LoaderTorn, TooManyBad, WorkerLost
 
 from .data import flat
 
@@ -134,6 +134,57 @@ def test_a_spare_is_any_sample_given_before(workers, tmp_path):
     )
     got = flat(loader)
     assert got[:20] == [*range(20)] and {*got[20:24]} <= {*range(20)} and got[24:] == [*range(24, 40)]
+
+
+def epoch_of(tmp_path, workers, seed, bad_sample, **settings):
+    """Each batch or error of a shuffled epoch, and what the report says of its bad samples."""
+    loader = DataLoader(
+        Trips(tmp_path, raising=dict.fromkeys((3, 8, 17, 30), ALWAYS)),
+        batch_size=4,
+        shuffle=True,
+        num_workers=workers,
+        generator=torch.Generator().manual_seed(seed),
+        policy=Policy(bad_sample=bad_sample, **settings),
+    )
+    it, got = iter(loader), []
+    while True:
+        try:
+            got.append(next(it).tolist())
+        except StopIteration:
+            break
+        except TooManyBad as error:
+            got.append((error.bad, error.seen))
+            break
+        except OSError as error:
+            got.append(str(error))
+    report, stats = loader.report().bad_samples, loader.stats()
+    told = [(bad.index, bad.batch, bad.attempts, bad.replaced_by) for bad in report]
+    return got, told, {name: stats[name] for name in ("batches", "samples", "retries", "bad_samples")}
+
+
+@pytest.mark.parametrize("bad_sample", ["raise", "skip", "replace"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_one_seed_gives_the_same_with_and_without_workers(seed, bad_sample, tmp_path):
+    """The same spares stand in the same places, and the same is told and counted."""
+    alone, one, three = (epoch_of(tmp_path, workers, seed, bad_sample, max_bad=1.0) for workers in (0, 1, 3))
+    assert alone == one == three
+    assert {spare is not None for *_, spare in alone[1]} == {bad_sample == "replace"}
+
+
+@pytest.mark.parametrize("bad_sample", ["skip", "replace"])
+def test_too_many_bad_samples_are_counted_alike_with_and_without_workers(bad_sample, tmp_path):
+    """The breaker opens at the same batch, after the same number of samples."""
+    alone, one = (epoch_of(tmp_path, workers, 5, bad_sample, max_bad=0.05) for workers in (0, 1))
+    assert alone[0][-1] == one[0][-1] and isinstance(alone[0][-1], tuple)
+
+
+def test_too_many_bad_samples_end_the_epoch_without_workers(tmp_path):
+    """Every later call raises the same, as with workers."""
+    loader = DataLoader(Trips(tmp_path, raising=dict.fromkeys(range(40), ALWAYS)), policy=Policy(bad_sample="skip"))
+    it = iter(loader)
+    for _ in range(3):
+        with pytest.raises(TooManyBad, match="20 of 20 samples are bad"):
+            next(it)
 
 
 def test_indices_that_cannot_be_pickled_are_named_without_workers(tmp_path):

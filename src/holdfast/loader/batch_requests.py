@@ -32,6 +32,21 @@ def lasting(indices: list[Any]) -> list[Any]:
     return indices if {*map(type, indices)} <= _FIXED else pickle.loads(pickle.dumps(indices, 5))
 
 
+class Spares:
+    """What may be tried in the place of bad samples, in one epoch: the same for one seed, with workers and without."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._given: list[Any] = []  # all indices so far
+
+    def draw(self, number: int, indices: list[Any]) -> list[Any]:
+        """For batch `number`, which asks for these: some that were given before or with it, chosen by the seed."""
+        self._given += indices
+        chooser = random.Random(seeds.mix(self._seed, -5 - number))
+        count = len(self._given)
+        return [self._given[chooser.randrange(count)] for _ in range(SPARES)] if count else []
+
+
 class BatchRequests:
     """Of one iterator. `begin` starts an epoch."""
 
@@ -93,7 +108,7 @@ class BatchRequests:
         self._shared_seed = shared_seed
         self._asked: dict[int, bytes] = {}  # task -> what a worker is told of it first; of a stream, nothing
         self._samples: dict[int, int] = {}  # task -> how many it asks for
-        self._given: list[Any] = []  # all indices so far, for "replace"
+        self._spares = Spares(seed)
         self._missing: dict[int, int] = {}  # task -> samples that are left out because they kill
         self._at_hand = (-1, b"")  # the task that was taken last: it may still be told of
         self.snapshots.clear()
@@ -113,11 +128,10 @@ class BatchRequests:
         if self._iterable:
             self._asked[task] = b""
         else:
+            number = task - self._first_task
             spares: list[Any] = []
             if self._replaces:
-                self._given += lasting(list(asked) if self._auto_collation else [asked])
-                spares = self._spares(task)
-            number = task - self._first_task
+                spares = self._spares.draw(number, lasting(list(asked) if self._auto_collation else [asked]))
             self._asked[task] = pickle.dumps((self._seed, number, 0, -1, asked, None, False, spares), 5)
         self._samples[task] = samples
         return samples
@@ -173,12 +187,6 @@ class BatchRequests:
             return None
         self._placed[worker] = send.life
         return self._marks[worker], self.snapshots.get(worker), self._left.get(worker, ()), self._moved.get(worker, b"")
-
-    def _spares(self, task: int) -> list[Any]:
-        """Indices given in this epoch before or with this batch, chosen by the seed: the same in every run."""
-        chooser = random.Random(seeds.mix(self._seed, -5 - (task - self._first_task)))
-        count = len(self._given)
-        return [self._given[chooser.randrange(count)] for _ in range(SPARES)] if count else []
 
 
 # Whole: is all of an epoch there that was asked for? If not, the error that says so: no epoch is short in silence.

@@ -63,6 +63,11 @@ class Trouble:
         return replace(self, index=index, replaced_by=spare, raised=self.raised.brief())
 
 
+def bad_of(troubles: Sequence[Trouble]) -> int:
+    """How many samples are missing or replaced, of which nobody knows yet."""
+    return sum(trouble.fate not in ("retried", GIVEN) for trouble in troubles) if troubles else 0
+
+
 def _plain(index: object) -> object:
     return index if type(index) in (int, str) else None
 
@@ -104,9 +109,9 @@ class SampleFailed(Exception):
         self.stage = stage
         self.attempts = attempts
 
-    def to_failure(self, troubles: Sequence[Trouble] = ()) -> BatchFailure:
-        """As plain data, for the trainer."""
-        raised = capture(self.error, Facts(self.facts))
+    def to_failure(self, troubles: Sequence[Trouble] = (), catch: type[BaseException] = BaseException) -> BatchFailure:
+        """As plain data, for the trainer. `catch`: what may be caught of what the exception itself raises."""
+        raised = capture(self.error, Facts(self.facts), catch)
         return BatchFailure(self.position, self.index, self.stage, self.attempts, raised, tuple(troubles))
 
 

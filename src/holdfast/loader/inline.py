@@ -1,8 +1,6 @@
 """num_workers=0: the same policy, in the trainer itself. Deaths excepted: there is no other process to die."""
 
 import os
-import random
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,22 +8,17 @@ from typing import Any
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from holdfast.core.messages import What
-from holdfast.core.restart_budget import BREAKER_LEAST
-from holdfast.core.roster import SPARES
-from holdfast.diagnose.finding import Case
-from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.core.restart_budget import BadSampleBreaker
+from holdfast.diagnose.report import Record, where
 from holdfast.errors import SampleError
-from holdfast.loader import seeds
-from holdfast.loader.batch_requests import lasting
+from holdfast.loader.batch_requests import Spares, lasting
 from holdfast.loader.device import Unpacked, checked, present
-from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble
+from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, bad_of
 from holdfast.loader.interruptible_next import InterruptibleNext
 from holdfast.loader.narrator import LoaderNarrator
 from holdfast.loader.stream import StreamFetcher
 from holdfast.loader.tree import moved
 from holdfast.policy import Policy
-from holdfast.remote_exception import capture
 from holdfast.system.signals import raised_by_handler
 
 __all__ = ["InlineIterator"]
@@ -48,11 +41,10 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         device = checked(loader._holdfast_device)
         self._device = None if device is None else present(device)
         self._batch = -1
-        self._seen = 0
-        self._bad = 0
-        self._given: list[Any] = []
-        self._asked: tuple[Any] | None = None  # what the sampler gave, until its batch is delivered
-        self._counted = False  # this batch is
+        self._spares = Spares(int(self._base_seed))
+        self._breaker = BadSampleBreaker(policy)
+        self._last_words: BaseException | None = None  # too many samples are bad: every later call says so
+        self._asked: tuple[Any, list[Any]] | None = None  # what the sampler gave, and spares, until it is delivered
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         if self._iterable:
             self._stream = StreamFetcher(
@@ -62,25 +54,29 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
             self._map = MapFetcher(self._dataset, self._collate_fn, self._auto_collation, policy)
 
     def _next_batch(self) -> Unpacked | None:
-        while True:
+        while self._last_words is None:
             if self._asked is None and not self._draw():
                 return None
             assert self._asked is not None
-            (asked,) = self._asked
             try:
-                batch = self._load(asked)
-            except SampleFailed as failed:
-                batch = Unpacked(error=self._failed(failed))
+                unpacked = self._load(*self._asked)
             except StopIteration:  # of the stream
                 return None
-            if batch is not None and batch.error is None:
-                batch = self._placed(batch)
+            if unpacked is not None and unpacked.error is None:
+                unpacked = self._placed(unpacked)
             self._asked = None
-            if batch is not None:
-                self._num_yielded += batch.error is None
-                if self._iterable and self._IterableDataset_len_called is not None:
-                    self._warn_of_length()
-                return batch
+            if unpacked is not None:
+                return self._delivered(unpacked)
+        return Unpacked(error=self._last_words)
+
+    def _delivered(self, unpacked: Unpacked) -> Unpacked:
+        if unpacked.error is None:
+            self._record.counts["batches"] += 1
+            self._record.counts["samples"] += unpacked.samples
+            self._num_yielded += 1
+            if self._iterable and self._IterableDataset_len_called is not None:
+                self._warn_of_length()
+        return unpacked
 
     def _draw(self) -> bool:
         """What the next batch consists of; False at the end."""
@@ -91,104 +87,79 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         if self._auto_collation and not hasattr(asked, "__len__"):
             asked = list(asked)  # of an iterator, say
         self._batch += 1
-        if self._policy.bad_sample == "replace":
-            self._given += _lasting([*asked] if self._auto_collation else [asked])
-        self._asked, self._counted = (asked,), False
+        spares: list[Any] = []
+        if self._policy.bad_sample == "replace" and not self._iterable:
+            spares = self._spares.draw(self._batch, _lasting([*asked] if self._auto_collation else [asked]))
+        self._asked = asked, spares
         return True
 
-    def _load(self, asked: Any) -> Unpacked | None:
-        """The batch; None where nothing is left of it."""
+    def _load(self, asked: Any, spares: list[Any]) -> Unpacked | None:
+        """The batch, or what is to be raised for it; None where nothing is left of it."""
         size = len(asked) if self._auto_collation else 1
-        if self._iterable:
-            return self._load_stream(size)
-        spares: list[Any] = []
-        if self._policy.bad_sample == "replace":
-            chooser = random.Random(seeds.mix(int(self._base_seed), -5 - self._batch))
-            spares = chooser.choices(self._given, k=SPARES) if self._given else []
         draw = Draw(-1, asked, spares=spares)
-        self._again = True  # user code: the same samples can be loaded again
         try:
-            samples, troubles = self._map.load(draw, lambda: None)
-        except SampleFailed:
+            if self._iterable:
+                batch, samples = self._stream_batch(size, draw.troubles)
+            else:
+                self._again = True  # user code: the same samples can be loaded again
+                batch, samples = self._map_batch(draw, size)
+        except SampleFailed as failed:
             self._again = False
-            error = self._account(0, draw.troubles, 0)
-            if error:
-                return Unpacked(error=error)
-            raise
+            return Unpacked(error=self._account(size, draw.troubles) or self._failed(failed))
         self._again = False
-        error = self._account(size, troubles)
-        if error:
+        error = self._account(size, draw.troubles)
+        if error is not None:
             return Unpacked(error=error)
-        if self._map.left_out(samples, draw, troubles):
-            return None
-        self._again = True
-        batch = self._map.collate(samples, asked if self._auto_collation else None)
-        self._again = False
-        return Unpacked(batch)
+        return None if batch is None and not samples else Unpacked(batch, samples)
 
-    def _load_stream(self, size: int) -> Unpacked:
-        troubles: list[Trouble] = []
+    def _map_batch(self, draw: Draw, size: int) -> tuple[Any, int]:
+        """The batch, and how many samples are in it."""
+        samples, troubles = self._map.load(draw, lambda: None)
+        if self._map.left_out(samples, draw, troubles):
+            return None, 0
+        batch = self._map.collate(samples, draw.indices if self._auto_collation else None)
+        return batch, size - sum(trouble.fate == "skipped" for trouble in troubles)
+
+    def _stream_batch(self, size: int, troubles: list[Trouble]) -> tuple[Any, int]:
+        """The same of a stream; StopIteration at its end."""
         try:
-            samples, _ = self._stream.take(size, troubles=troubles)
-        except (SampleFailed, StopIteration):
-            error = self._account(len(troubles), troubles, 0)
-            if error:
-                return Unpacked(error=error)
-            raise
-        error = self._account(len(troubles) + (len(samples) if self._auto_collation else 1), troubles)
-        return Unpacked(error=error) if error else Unpacked(self._stream.collate(samples))
+            items, _ = self._stream.take(size, troubles=troubles)
+        except StopIteration:
+            if not troubles:
+                raise
+            return None, 0  # its end is said next time
+        return self._stream.collate(items), len(items) if self._auto_collation else 1
+
+    def _account(self, size: int, troubles: list[Trouble]) -> BaseException | None:
+        """What ledger and narrator do when a worker's batch comes; the error if too many samples are bad."""
+        breaker, bad = self._breaker, bad_of(troubles)
+        breaker.seen += size
+        breaker.bad += bad
+        self._narrator.troubles(map(_kept, troubles), self._batch, 0)
+        if bad and breaker.is_open:
+            self._last_words = self._narrator.too_many(breaker.bad, breaker.seen)
+        return self._last_words
 
     def _placed(self, batch: Unpacked) -> Unpacked:
-        """Where batches shall be."""
+        """On its device, or in pinned memory."""
         try:
             if self._device is not None:
-                return Unpacked(moved(batch.batch, self._device))
+                return Unpacked(moved(batch.batch, self._device), batch.samples)
             if self._pin_memory:
-                return Unpacked(pin_memory(batch.batch, self._pin_memory_device))  # type: ignore[no-untyped-call]
+                pinned = pin_memory(batch.batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+                return Unpacked(pinned, batch.samples)
         except Exception as error:  # no memory there, say
             if raised_by_handler(error):
                 raise
             return Unpacked(error=error)
         return batch
 
-    def _account(self, samples: int, troubles: list[Trouble], batches: int = 1) -> BaseException | None:
-        """Once for each batch; what is to be raised, if too many samples are bad."""
-        if self._counted:
-            return None
-        self._counted = True
-        self._seen += samples
-        self._record.counts["batches"] += batches
-        self._record.counts["samples"] += samples
-        for trouble in troubles:
-            index, spare = _lasting([trouble.index, trouble.replaced_by])
-            self._narrator.trouble(replace(trouble, index=index, replaced_by=spare), self._batch, 0)
-            self._bad += trouble.fate != "retried"
-            self._record.counts["samples"] -= trouble.fate == "skipped"
-        if troubles and self._seen >= BREAKER_LEAST and self._bad > self._policy.max_bad * self._seen:
-            return self._narrator.too_many(self._bad, self._seen)
-        return None
-
     def _failed(self, failed: SampleFailed) -> BaseException:
         """As itself; but a StopIteration of the dataset's would end the epoch without a word."""
-        self._again = False
         error = failed.error
-        captured = capture(error, catch=Exception)
-        (index,) = _lasting([failed.index])
-        case = Case(
-            what=What.RAISED,
-            worker=0,
-            task=self._batch,
-            index=index,
-            stage=failed.stage,
-            attempt=failed.attempts,
-            raised=captured,
-            did="raised it from next()",
-            at=time.time(),
-        )
-        self._record.add(incident_of(case))
-        if failed.position >= 0:
-            text = f"{captured.type_name}: {captured.text}"
-            self._record.add_bad(BadSample(index, self._batch, text, failed.attempts))
+        failure = failed.to_failure(catch=Exception)
+        (index,) = _lasting([failure.index])
+        case = self._narrator.failed(replace(failure, index=index), self._batch, 0)
         told = f"in the trainer (num_workers=0) {where(case)}"
         if issubclass(type(error), StopIteration | StopAsyncIteration):
             told = f"{told} raised {type(error).__name__}, which would end the epoch without a word"
@@ -198,6 +169,12 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         with suppress(Exception):  # notes of the user's that are no list, attributes that cannot be set
             BaseException.add_note(error, told)
         return error
+
+
+def _kept(trouble: Trouble) -> Trouble:
+    """Its indices as they are now: the sampler may fill the same list again."""
+    index, spare = _lasting([trouble.index, trouble.replaced_by])
+    return replace(trouble, index=index, replaced_by=spare)
 
 
 def _lasting(indices: list[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.collate_guard import CollateGuard, Functions, is_plain_torch, is_torchs
 from holdfast.loader.dataset_changes import DatasetChanges
-from holdfast.loader.fetch import GIVEN, Draw, MapFetcher, SampleFailed, Trouble, everything
+from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, bad_of, everything
 from holdfast.loader.journal import Journal
 from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sure
 from holdfast.loader.tree import explain_unsendable
@@ -145,11 +145,6 @@ def _one_thread() -> None:
         sys.modules["cv2"].setNumThreads(0)
 
 
-def _bad(troubles: list[Trouble]) -> int:
-    """How many samples are missing or replaced, of which nobody knows yet."""
-    return sum(trouble.fate not in ("retried", GIVEN) for trouble in troubles) if troubles else 0
-
-
 class LoaderJob:
     """See core/host.py for who calls what when."""
 
@@ -237,7 +232,7 @@ class LoaderJob:
             failure = SampleFailed(error, -1, None, Stage.SEND, 1).to_failure(troubles)
         space = self._output.space()
         space.clear()
-        return error_reply(self._packer, failure, space, _bad(troubles), self._mark())
+        return error_reply(self._packer, failure, space, bad_of(troubles), self._mark())
 
     def _map_batch(self, draw: Draw, base_seed: int, number: int) -> Reply:
         fetcher = self._map
@@ -257,7 +252,7 @@ class LoaderJob:
             raise
         finally:
             self._stack.close()
-        return self._send((troubles or None, batch), samples, indices, _bad(troubles))
+        return self._send((troubles or None, batch), samples, indices, bad_of(troubles))
 
     def _stream_batch(self, asked: Any, troubles: list[Trouble]) -> Reply:
         base_seed, epoch, number, size, shared_seed, place = asked

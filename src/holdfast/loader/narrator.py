@@ -170,6 +170,12 @@ class LoaderNarrator(Narrator):
 
     def failure(self, failure: BatchFailure, batch: int, worker: int) -> BaseException:
         """User code raised, and the policy passes that on. Gives the exception to raise."""
+        case = self.failed(failure, batch, worker)
+        told = f"in worker {worker} (pid {case.pid}) {where(case)}"
+        return to_raise(failure.raised, told, failure.index, worker)
+
+    def failed(self, failure: BatchFailure, batch: int, worker: int) -> Case:
+        """The same, into the report only."""
         self.troubles(failure.troubles, batch, worker)
         case = self._raised(
             failure.raised,
@@ -187,8 +193,7 @@ class LoaderNarrator(Narrator):
         if failure.position >= 0:
             text = f"{failure.raised.type_name}: {failure.raised.text}"
             self.record.add_bad(BadSample(failure.index, batch, text, failure.attempts))
-        told = f"in worker {worker} (pid {case.pid}) {where(case)}"
-        return to_raise(failure.raised, told, failure.index, worker)
+        return case
 
     # The end of it -------------------------------------------------------------------------------------------------
 

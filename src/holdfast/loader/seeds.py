@@ -14,15 +14,8 @@ import numpy as np
 import numpy.random  # numpy leaves that to whoever asks first: each worker, for 10 ms
 import torch
 
-try:
-    from holdfast.loader._twister import fill
-except ImportError:  # built without a compiler
-    fill = None  # type: ignore[assignment]
-
-# The generator behind `random.random()` and the others, and the class that does its work in C.
+# The generator behind `random.random()` and the others.
 _THE_ONE: Any = random.random.__self__  # type: ignore[attr-defined]
-_RANDOM = _random.Random
-_WORDS = 624  # of its state
 _MASK = (1 << 64) - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -52,7 +45,7 @@ class Seeder:
         self._own = [after if after != was else None for was, after in zip(before, _prints(), strict=True)]
 
     def seed(self, base_seed: int, number: int) -> None:
-        """For one task: 4 us."""
+        """For one task: 7 us."""
         own_torch, own_random, own_numpy = self._own
         bits = mix(base_seed, number)
         # torch.manual_seed would go round every accelerator: 99 us instead of 1. (63 bits: users put
@@ -62,32 +55,9 @@ class Seeder:
         np.random.seed((bits if own_numpy is None else mix(own_numpy, number)) >> 32)
 
 
-def _words(seed: int) -> tuple[int, ...]:
-    """The state of Python's generator for this seed: as many numbers of another (splitmix64) as it has words."""
-    z = np.arange(1, _WORDS // 2 + 1, dtype="<u8") * np.uint64(_STEP) + np.uint64(seed)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
-    z ^= z >> np.uint64(31)
-    return (*z.view("<u4").tolist(), _WORDS)  # all of them are used up
-
-
-def _knows_its_way() -> bool:
-    """True when the compiled `fill` finds the words of this Python's generators where it looks for them."""
-    if fill is None or not isinstance(_THE_ONE, _RANDOM):  # somebody has put another one into its place
-        return False
-    if _RANDOM.__basicsize__ != -(-(object.__basicsize__ + 4 * (_WORDS + 1)) // 8) * 8:
-        return False
-    trial = _RANDOM(0)
-    fill(trial, _FIRST)
-    return trial.getstate() == _words(_FIRST)
-
-
 def _seed_random(seed: int) -> None:
-    """`random.seed(seed)` is the slowest of the three by far: it takes 5 us, and this a tenth of that."""
-    if _QUICK:
-        fill(_THE_ONE, seed)
-    else:
-        _RANDOM.setstate(_THE_ONE, _words(seed))
+    """`random.seed(seed)`, without its questions of what kind of seed that is."""
+    _random.Random.seed(_THE_ONE, seed)
     _THE_ONE.gauss_next = None
 
 
@@ -111,6 +81,3 @@ def restore(state: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
-
-
-_QUICK = _knows_its_way()

@@ -38,7 +38,7 @@ _SENDER_AT = 1024
 
 
 class PlainRecorder:
-    """In Python. The compiled one takes a fifth of the time."""
+    """In Python. The compiled one takes a tenth of the time for a sample, and a third for a stage."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
