@@ -16,7 +16,8 @@ cli/               the command line
 An import points one way, down this list: a test keeps it so. core/, system/ and local/ have maps of their own.
 """
 
-from holdfast.diagnose.report import Incident, Report
+from holdfast.diagnose.incident import Incident
+from holdfast.diagnose.report import Report
 from holdfast.errors import (
     BatchTimeout,
     CannotSend,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, find
-from holdfast.diagnose.report import KEPT, BadSample, Record, Report, incident_of
+from holdfast.diagnose.incident import BadSample, incident_of
+from holdfast.diagnose.report import KEPT, Record, Report
 from holdfast.system.evidence import Evidence, View
 
 CRASH = Case(

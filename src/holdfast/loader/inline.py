@@ -14,7 +14,8 @@ from holdfast.core.messages import What
 from holdfast.core.restart_budget import BREAKER_LEAST
 from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Case
-from holdfast.diagnose.report import BadSample, Record, incident_of, where
+from holdfast.diagnose.incident import BadSample, incident_of, where
+from holdfast.diagnose.report import Record
 from holdfast.errors import SampleError
 from holdfast.loader import seeds
 from holdfast.loader.batch_requests import lasting
