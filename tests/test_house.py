@@ -152,7 +152,7 @@ def test_every_error_survives_pickling():
 def test_every_finding_has_its_page():
     pages = {page.stem for page in (SOURCE / "diagnose" / "pages").glob("*.md")}
     named = set()
-    for path in (*(SOURCE / "diagnose" / "rules").glob("*.py"), *(SOURCE / "launch").glob("*.py")):
+    for path in (*(SOURCE / "diagnose").rglob("*.py"), *(SOURCE / "launch").glob("*.py")):
         named |= set(re.findall(r'"((?:worker|hang|sample|cannot|file|stale|shm|disk)-[a-z-]+)"', path.read_text()))
         named |= set(re.findall(r'Finding\(\s*"([a-z-]+)"', path.read_text()))
     assert len(named) > 30

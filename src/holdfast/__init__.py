@@ -17,7 +17,8 @@ An import points one way, down this list: a test keeps it so. core/, system/, lo
 their own.
 """
 
-from holdfast.diagnose.report import Incident, Report
+from holdfast.diagnose.incident import Incident
+from holdfast.diagnose.report import Report
 from holdfast.errors import (
     BatchTimeout,
     CannotSend,

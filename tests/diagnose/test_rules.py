@@ -9,7 +9,8 @@ import pytest
 
 from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import TRAINER, Case, find
-from holdfast.diagnose.rules import ALL, speed
+from holdfast.diagnose.report import speed_of
+from holdfast.diagnose.rules import ALL
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.remote_exception import Raised, capture
 from holdfast.system.cgroups import ControlGroup, Oom
@@ -248,10 +249,10 @@ def test_memory_that_cuda_would_not_lock():
 def test_the_device_knows_best_whether_it_waits():
     """next() may wait while the device is busy."""
     busy = LoaderStats(workers=2, cpus=4, ran_s=10.0, waited_s=9.0)
-    assert [f.name for f in speed.of_stats(busy)] == ["loader-slow"]
+    assert [f.name for f in speed_of(busy)] == ["loader-slow"]
     fine = replace(busy, device_ran_s=10.0, device_waited_s=0.01)
-    assert [f.name for f in speed.of_stats(fine)] == ["trainer-slow"]
-    assert speed.of_stats(fine)[0].seen == ("the device waited 0.0 of 10.0 s (0%)",)
+    assert [f.name for f in speed_of(fine)] == ["trainer-slow"]
+    assert speed_of(fine)[0].seen == ("the device waited 0.0 of 10.0 s (0%)",)
 
 
 def test_a_rule_that_breaks_hides_nothing():

@@ -17,8 +17,8 @@ import holdfast
 from holdfast.cli import explain, run
 from holdfast.core.messages import Cause, Exited, Lost, Place, Stage, What
 from holdfast.diagnose.finding import Again, Case, Finding
-from holdfast.diagnose.report import BadSample, Record
-from holdfast.diagnose.rules.speed import of_stats
+from holdfast.diagnose.incident import BadSample
+from holdfast.diagnose.report import Record, speed_of
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.launch import elastic
 from holdfast.loader.narrator import LoaderNarrator
@@ -246,7 +246,7 @@ def test_the_docs_say_what_a_variable_and_an_option_may_set():
 
 def test_the_findings_of_speed_are_as_sure_as_the_index_says():
     totals = [LoaderStats(workers=4, cpus=2, ran_s=10.0, waited_s=waited) for waited in (0.0, 5.0)]
-    found = [finding for stats in totals for finding in of_stats(stats)]
+    found = [finding for stats in totals for finding in speed_of(stats)]
     text = (DOCS / "findings.md").read_text()
     for finding in found:
         assert re.search(rf"^\| \[{finding.name}\].* \| {finding.confidence} \|$", text, re.MULTILINE), finding.name

@@ -11,7 +11,7 @@ from holdfast import DataLoader, Policy, Pool, RankExited, RankRaised, WorkerLos
 from holdfast.__main__ import main
 from holdfast.core.messages import What
 from holdfast.diagnose.finding import Case
-from holdfast.diagnose.report import incident_of
+from holdfast.diagnose.incident import incident_of
 from holdfast.errors import HoldfastError, RemoteTraceback, SampleError, legible
 from holdfast.remote_exception import Raised
 

@@ -20,7 +20,7 @@ import torch.utils.data.dataloader
 
 from holdfast.core.messages import What
 from holdfast.diagnose.finding import TRAINER, Case
-from holdfast.diagnose.report import incident_of
+from holdfast.diagnose.incident import incident_of
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.loader.dataloader import DataLoader
 from holdfast.local.trainer.signal_witness import SignalWitness

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from holdfast.diagnose.finding import Confidence
 from holdfast.diagnose.logs import AROUND, Clue, Family, when, words
-from holdfast.diagnose.logs.clusters import DISTRIBUTED, RAY, SPARK
-from holdfast.diagnose.logs.schedulers import CONTAINERS, SLURM
+from holdfast.diagnose.logs.clusters import CONTAINERS, RAY, SLURM, SPARK
 from holdfast.diagnose.logs.system import KERNEL, SYSTEM
-from holdfast.diagnose.logs.torch import TORCH
+from holdfast.diagnose.logs.torch import DISTRIBUTED, TORCH
 
 FAMILIES = (KERNEL, SLURM, CONTAINERS, TORCH, DISTRIBUTED, SPARK, RAY)
 KINDS = tuple(family.kind for family in (*FAMILIES, SYSTEM))

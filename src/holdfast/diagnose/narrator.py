@@ -10,7 +10,8 @@ from typing import Any
 from holdfast.core.host import Silence
 from holdfast.core.messages import Cause, Exited, Note, Place, Stage, What
 from holdfast.diagnose.finding import Case
-from holdfast.diagnose.report import Incident, Record, incident_of
+from holdfast.diagnose.incident import Incident, incident_of
+from holdfast.diagnose.report import Record
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised
 from holdfast.system.evidence import Evidence

@@ -1,4 +1,4 @@
-"""Incidents -> text, JSON. One record, `Incident`, is behind the log line, the exception text and the report."""
+"""The report: what happened to a loader or a pool so far, as text and as JSON. `Record` collects it."""
 
 import json
 import re
@@ -6,243 +6,27 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from holdfast.core.host import Figures
-from holdfast.core.messages import Cause, Stage, What
-from holdfast.diagnose.finding import KEEPER, TRAINER, Again, Case, Finding, find
-from holdfast.diagnose.possessions import what_it_had
-from holdfast.diagnose.rules import ALL, speed
-from holdfast.diagnose.rules.hang import tells
+from holdfast.diagnose.finding import Finding
+from holdfast.diagnose.incident import TEXT, BadSample, Incident, as_dict, at_most
 from holdfast.diagnose.run_folder import RunFolder, for_json
 from holdfast.diagnose.stats import LoaderStats, Stats, WorkerStats, done_by, summary, to_dict
 from holdfast.errors import legible
 from holdfast.remote_exception import shown
-from holdfast.system.evidence import Evidence
-from holdfast.system.linux import signal_name
 
 SCHEMA = 1
 # Incidents and bad samples that are kept whole; beyond, they are only counted.
 KEPT = 1000
-# Letters of a text, and of a stack, in each: an exception may say megabytes, and all that is kept, logged and written.
-_TEXT, _STACK = 4000, 40_000
 _EXAMPLES = 5
-_OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker/loop.py")
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
 _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Incident:
-    """One thing that went wrong: what, to whom, why, what was done, what to do."""
-
-    headline: str
-    finding: str
-    says: str
-    seen: tuple[str, ...]
-    did: str
-    advice: str
-    confidence: str
-    worker: int
-    life: int
-    pid: int
-    batch: int | None
-    index: object
-    stage: str
-    attempt: int
-    signal: str | None
-    exit_code: int | None
-    stack: str
-    again: Again | None = None
-    at: float = 0.0
-    """Seconds since 1970; 0 when not known."""
-    call: str | None = None
-    """Of a pool: the function that was called; `batch` is then the number of the task."""
-    evidence: Evidence | None = None
-    """All that was seen, but for the stack; None of an exception."""
-
-    def __str__(self) -> str:
-        lines = [self.headline, f"  {self.finding}: {self.says}"]
-        lines += [f"    seen   {'; '.join(self.seen)}"] if self.seen else []
-        lines += [f"    did    {self.did}"] if self.did else []
-        lines += [f"    try    {self.advice}", f"    more   holdfast explain {self.finding}"]
-        if self.stack:
-            lines += ["    stack", *(f"      {line}" for line in self.stack.splitlines())]
-        return legible("\n".join(lines))
-
-    @property
-    def line(self) -> str:
-        """For the log: everything but the stack, in one line."""
-        line = f"{self.headline} [{self.finding}] {self.says}; {self.did or 'nothing done'}"
-        return legible(line).replace("\n", "\\n")
-
-
-@dataclass(frozen=True, slots=True)
-class BadSample:
-    """A sample that was left out, replaced, or raised."""
-
-    index: object
-    batch: int
-    error: str
-    attempts: int
-    replaced_by: object = None
-
-
-def as_dict(record: Incident | BadSample) -> dict[str, Any]:
-    """`asdict`, but for the user's indices: those may be anything, and are not copied."""
-    if isinstance(record, BadSample):
-        return {each.name: getattr(record, each.name) for each in fields(record)}
-    again = record.again
-    indices = {
-        "index": record.index,
-        "again": again and {each.name: getattr(again, each.name) for each in fields(again)},
-    }
-    return asdict(replace(record, index=None, again=None)) | indices
-
-
-def incident_of(case: Case) -> Incident:
-    """Diagnose one case."""
-    finding, evidence = find(case, ALL), case.evidence
-    stack = _stack(evidence) if evidence is not None and evidence.stack else _traceback(case)
-    return told(case, finding, _headline(case, finding), stack)
-
-
-def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
-    """One that is diagnosed already."""
-    return Incident(
-        headline=_at_most(headline, _TEXT),
-        finding=finding.name,
-        says=_at_most(finding.says, _TEXT),
-        seen=tuple(_at_most(fact, _TEXT) for fact in (*finding.seen, *what_it_had(finding.name, case))),
-        did=case.did,
-        advice=finding.advice,
-        confidence=finding.confidence,
-        worker=case.worker,
-        life=case.life,
-        pid=case.pid,
-        batch=case.task,
-        index=case.index,
-        stage=(case.stage or Stage.IDLE).name.lower(),
-        attempt=case.attempt,
-        signal=signal_name(case.code) if case.cause is Cause.SIGNAL or case.what is What.SIGNALLED else None,
-        exit_code=case.code if case.cause is Cause.EXIT else None,
-        stack=_end_of(stack, _STACK),
-        again=case.again,
-        at=case.at,
-        call=case.call,
-        evidence=_without_stack(case.evidence),
-    )
-
-
-def _at_most(text: str, letters: int) -> str:
-    return text if len(text) <= letters else f"{text[:letters]}... ({len(text) - letters} more letters)"
-
-
-def _end_of(text: str, letters: int) -> str:
-    """A stack says most in its last lines."""
-    return text if len(text) <= letters else f"({len(text) - letters} letters before) ...{text[-letters:]}"
-
-
-def _without_stack(evidence: Evidence | None) -> Evidence | None:
-    """As an incident keeps it: the user's part of the stack is a field of its own."""
-    return None if evidence is None else replace(evidence, stack="")
-
-
-def _stack(evidence: Evidence) -> str:
-    """The Python lines, and the native ones behind them where somebody could see those."""
-    view = evidence.view
-    native = view.native if view is not None and tells(view) else ()
-    lines = ["", "Native frames inside its innermost Python line (py-spy), innermost first:"] if native else []
-    return "\n".join([_users_frames(evidence.stack), *lines, *(f"  {frame}" for frame in native)])
-
-
-def _users_frames(stack: str) -> str:
-    """A dump without the frames below the dataset's: they are ours, and the same each time."""
-    lines: list[str] = []
-    for line in stack.splitlines():
-        lines.append(line)
-        if any(ours in line for ours in _OUR_FRAMES):
-            break
-    return "\n".join(lines)
-
-
-def _traceback(case: Case) -> str:
-    return case.raised.traceback.rstrip() if case.raised is not None else ""
-
-
-def _headline(case: Case, finding: Finding) -> str:
-    who = {KEEPER: "the keeper", TRAINER: "the trainer"}.get(case.worker, f"worker {case.worker}")
-    match case.what:
-        case What.ROOM:
-            return f"memory is short: {case.code} worker{'s' if case.code != 1 else ''} at work for now"
-        case What.COPIED:
-            return f"{who} has copied {case.code} MiB of what it shared with the trainer"
-        case What.UNPINNED:
-            return "the trainer cannot let the device read shared memory in place"
-        case What.STATELESS:
-            return f"{who} cannot save the state of its stream"
-        case What.EXITED:
-            end = _end(case)
-        case What.SILENT:
-            end = f"has been silent for {case.code} s"
-        case What.SIGNALLED:
-            end = f"was sent {signal_name(case.code)}"
-        case What.BOOT:
-            end = "could not start"
-        case What.RETRIED:
-            end = "had to try again"
-        case What.RAISED:
-            end = f"got {case.raised.type_name if case.raised else 'an error'}"
-    return f"{who} {end} {where(case)}".rstrip()
-
-
-def _end(case: Case) -> str:
-    match case.cause:
-        case Cause.EXIT:
-            return f"exited with code {case.code}"
-        case Cause.DEADLINE:
-            return f"was killed for hanging {case.seconds:.1f} s"
-        case Cause.MEMORY:
-            return "was killed for its memory limit"
-        case Cause.KEEPER:
-            return "went with its keeper"
-        case Cause.UNBORN:
-            return "could not be started"
-        case Cause.RECYCLED:
-            return "made room for a fresh one"
-        case Cause.PRESSURE:
-            return "was ended because memory ran short"
-        case Cause.ASKED:
-            return "was ended because it was not needed any more"
-        case _:
-            return f"was killed by {signal_name(case.code)}"
-
-
-def where(case: Case) -> str:
-    """ "while loading index 4711 (batch 88, attempt 2)": the same words everywhere."""
-    if case.worker == TRAINER:
-        return f"(pid {case.pid})"
-    if case.task is None:
-        if case.stage in (Stage.BOOT, Stage.INIT):
-            return "while starting"
-        return "between tasks" if case.of_pool else "between batches"
-    if case.of_pool:
-        running = "while sending the result of" if case.stage in (Stage.SEND, Stage.ANNOUNCE) else "while running"
-        return f"{running} task {case.task} ({case.call}, attempt {case.attempt} of {case.attempts})"
-    doing = {
-        Stage.FETCH_MANY: "while in __getitems__ of",
-        Stage.COLLATE: "while collating",
-        Stage.SEND: "while sending",
-        Stage.ANNOUNCE: "while sending",
-        Stage.REPLAY: "while bringing its stream back to its place for",
-    }.get(case.stage or Stage.FETCH)
-    strikes = f", strike {case.strike} of {case.needed}" if case.needed else ""
-    about = f"batch {case.task}, attempt {case.attempt}{strikes}"
-    if doing is not None:
-        return f"{doing} batch {case.task} (attempt {case.attempt}{strikes})"
-    what = f"index {shown(case.index)}" if case.index is not None else "an item"
-    return f"while loading {what} ({about})"
+# Below this nothing can be said: the first batches always wait.
+_LEAST_S = 2.0
+_WAITS = 0.2
+_NEVER_WAITS = 0.02
 
 
 class Workers:
@@ -318,7 +102,7 @@ class Record:
     def add_bad(self, bad: BadSample) -> None:
         self.counts["bad_samples"] += 1
         if len(self.bad_samples) < KEPT:
-            self.bad_samples.append(replace(bad, error=_at_most(bad.error, _TEXT)))
+            self.bad_samples.append(replace(bad, error=at_most(bad.error, TEXT)))
 
 
 def _times(first: float, last: float, count: int) -> str:
@@ -377,7 +161,7 @@ class Report:
         return lines
 
     def _speed(self) -> list[Finding]:
-        return speed.of_stats(self._stats) if isinstance(self._stats, LoaderStats) else []
+        return speed_of(self._stats) if isinstance(self._stats, LoaderStats) else []
 
     def text(self, width: int, colour: bool = False) -> str:
         """`str()` for a terminal: lines broken at its width, the findings' names in bold."""
@@ -419,3 +203,42 @@ class Report:
         for records in (told["incidents"], told["bad_samples"]):
             records[:] = map(for_json, records)
         return json.dumps(told, default=shown, indent=2)
+
+
+def speed_of(stats: LoaderStats) -> list[Finding]:
+    """Who waits for whom, by a loader's totals? If the device measured its own waiting, that counts: next() may wait
+    while the device is busy.
+    """
+    found = []
+    workers, cpus, ran, waited = stats.workers, stats.cpus, stats.ran_s, stats.waited_s
+    if cpus and workers > cpus:
+        found.append(
+            Finding(
+                "too-many-workers",
+                f"{workers} workers share {cpus} processors",
+                (f"this process may run on {cpus} processors",),
+                f"num_workers={cpus}, unless the samples mostly wait for a disk or a network",
+                "possible",
+            )
+        )
+    who = "next()"
+    if stats.device_ran_s is not None and stats.device_waited_s is not None:
+        who, ran, waited = "the device", stats.device_ran_s, stats.device_waited_s
+    if ran < _LEAST_S or not workers:
+        return found
+    share = waited / ran
+    seen = (f"{who} waited {waited:.1f} of {ran:.1f} s ({share:.0%})",)
+    if share > _WAITS:
+        more = f"num_workers={cpus}" if cpus > workers else "cheaper samples (smaller, decoded before, cached)"
+        found.append(Finding("loader-slow", "the trainer waits for batches", seen, more, "likely"))
+    elif share < _NEVER_WAITS:
+        found.append(
+            Finding(
+                "trainer-slow",
+                "batches wait for the trainer: the loader is fast enough",
+                seen,
+                "nothing; fewer workers might do, and take less memory",
+                "likely",
+            )
+        )
+    return found

@@ -236,7 +236,7 @@ class _Bounded:
 # A folder that we make is 0700, with those above it that were missing. One that was there must belong to us or to root:
 # any other owner may put what he likes in the place of our files. If it is ours, open to others, and holds nothing but
 # files of Holdfast, it becomes 0700, too; one that holds other things (a project, /tmp) keeps its rights. Files are
-# 0600, whatever the umask. What others may have put where a file goes (a link, a pipe) is never written to.
+# 0600, whatever the umask. If somebody put a link or a pipe where a file goes, Holdfast never writes to it.
 
 
 _FOLDER, _FILE = 0o700, 0o600

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from holdfast.diagnose.report import Incident
+from holdfast.diagnose.incident import Incident
 from holdfast.errors import HoldfastError
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, Finding, find
+from holdfast.diagnose.incident import told
 from holdfast.diagnose.machine import Machine
-from holdfast.diagnose.report import told
 from holdfast.diagnose.rules import ALL
-from holdfast.diagnose.rules.crash import CRASH_ADVICE
+from holdfast.diagnose.rules.deaths import CRASH_ADVICE
 from holdfast.launch.cause import EndKind, RankExited, RankRaised, RootCause
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_life import Rank

@@ -9,7 +9,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from holdfast.core.restart_budget import BadSampleBreaker
-from holdfast.diagnose.report import Record, where
+from holdfast.diagnose.incident import where
+from holdfast.diagnose.report import Record
 from holdfast.errors import SampleError
 from holdfast.loader.batch_requests import Spares, lasting
 from holdfast.loader.device import Unpacked, checked, present

@@ -1,98 +1,180 @@
-"""What the launchers of ranks say: torch.multiprocessing.spawn, torchrun (elastic), gloo and NCCL."""
+"""What clusters write. Schedulers: Slurm, LSF, PBS; containers: Kubernetes, YARN, systemd; and Ray and Spark."""
 
 from holdfast.diagnose.logs import Clue, Family
 
-_NOTEBOOK = (
-    "a rank that dies while it starts leaves no traceback: in a notebook the function lives in __main__ and cannot be "
-    "imported; put it into a module. Also look for exit() or sys.exit() at the end of the function"
+_LESS_MEMORY = "fewer workers, a smaller prefetch_factor or batch; or ask the scheduler for more memory"
+_RESUME = (
+    "ask for more time, or save and resume: with Holdfast, SIGTERM drains the loader and state_dict() resumes at the "
+    "next batch"
 )
-_FIRST = (
-    "find the first death by time: the launcher's 'root cause' is the first it looked at. The others only report "
-    "broken connections or were stopped by the launcher"
-)
-_CRASH = "run with PYTHONFAULTHANDLER=1 to see the Python line of the rank that crashed"
-_OOM = "dmesg -T | grep -i oom, the scheduler's log; fewer ranks or workers per machine if it was memory"
-
-# How a launcher says that signal N ended a rank: spawn, torchrun (twice), subprocess, deepspeed.
-_ENDED = (
-    r"process (?P<rank>\d+) terminated with signal {name}\b|exitcode\s*: -{number}\b|"
-    r"Signal {number} \({name}\) received by PID|died with <Signals\.{name}\b|exits with return code = -{number}\b"
+_EXIT = (
+    r"\b(?:exit(?:ed)?(?: (?:with|with a non-zero|is))*[ _]?(?:status|code)|status code|[Ee]xit ?Code\"?)(?: is)?[:= ]*"
 )
 
-
-def _ended(name: str, signal: str, number: int, says: str, advice: str) -> Clue:
-    return Clue(name=name, pattern=_ENDED.format(name=signal, number=number), says=says, advice=advice)
-
-
-DISTRIBUTED = Family(
-    "torchrun, torch.multiprocessing.spawn, gloo and NCCL",
+SLURM = Family(
+    "Slurm, LSF and PBS",
     (
-        _ended(
-            "worker-killed", "SIGKILL", 9, "a rank was ended by SIGKILL; the kernel for memory is the usual one", _OOM
-        ),
-        _ended("worker-segfault", "SIGSEGV", 11, "a rank crashed in native code (SIGSEGV)", _CRASH),
-        _ended("worker-aborted", "SIGABRT", 6, "a native library in a rank gave up (SIGABRT)", _CRASH),
-        _ended("worker-bus-error", "SIGBUS", 7, "a rank died of SIGBUS, most often a full /dev/shm", "df -h /dev/shm"),
-        _ended("worker-illegal-instruction", "SIGILL", 4, "a rank met an instruction this processor lacks", _CRASH),
-        _ended("worker-terminated", "SIGTERM", 15, "a rank was sent SIGTERM: by the launcher or a scheduler", _FIRST),
         Clue(
-            name="interrupted",
-            pattern=r"SignalException: Process \d+ got signal: 1\b|Received 1 death signal",
-            says="torchrun got SIGHUP: the terminal it belonged to was closed (nohup does not help: torchrun listens)",
-            advice="start it in tmux or screen, with setsid, or from a scheduler",
+            name="worker-oom-killed",
+            pattern=r"slurmstepd: error: Detected [1-9]\d* oom[-_]kill event",
+            says="the kernel killed a process of this Slurm step: the job reached the memory it had asked for",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
         ),
         Clue(
-            name="interrupted",
-            pattern=r"SignalException: Process \d+ got signal: 2\b|Received 2 death signal",
-            says="torchrun got SIGINT: somebody pressed Ctrl-C",
-            advice="nothing, if that was you",
+            name="worker-oom-killed",
+            pattern=r"srun: error: \S+ task \S+: Out Of Memory",
+            says="Slurm reports a task that ran out of the job's memory",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
         ),
         Clue(
-            name="terminated-by-scheduler",
-            pattern=r"SignalException: Process \d+ got signal: (?P<signal>\d+)|Received \d+ death signal",
-            says="torchrun itself was told to stop by a signal (15 is SIGTERM): a scheduler, or a person",
-            advice="look at the scheduler's log: time limit, pre-emption, cancellation",
-        ),
-        Clue(
-            name="rank-failed-first",
-            pattern=r"process (?P<rank>\d+) terminated with exit code (?P<code>\d+)",
-            says="rank {rank} ended with status {code} without a traceback",
-            advice=_NOTEBOOK,
-        ),
-        Clue(
-            name="rank-failed-first",
-            pattern=r"-- Process (?P<rank>\d+) terminated with the following error:",
-            says="rank {rank} raised; its own traceback follows",
-            advice="read the traceback below that line; " + _FIRST,
-        ),
-        Clue(
-            name="rank-failed-first",
-            pattern=r"Root Cause \(first observed failure\)|\bexitcode\s*: [1-9]\d*\b",
-            says="torchrun saw one rank fail first and stopped the rest",
-            advice=_FIRST,
-            confidence="likely",
-        ),
-        Clue(
-            name="rank-failed-first",
-            pattern=r"gloo\S*\] Connection closed by peer|gloo\S*\] Read error .*Connection reset by peer"
-            r"|NCCL WARN .*Connection closed by remote peer|\bncclRemoteError: "
-            r"|Did the remote server shutdown or crash\?",
-            says="this rank lost the connection to another one, which had died or left",
-            advice=_FIRST,
-            confidence="likely",
-        ),
-        Clue(
-            name="rank-failed-first",
-            pattern=r"Watchdog caught collective operation timeout",
-            says="this rank waited in a collective for one that never came: dead, or far behind in its data",
-            advice="look at what the missing rank did at that time; " + _FIRST,
+            name="job-over-memory",
+            pattern=r"[Ee]xceeded (?:job|step) memory limit at some point",
+            says="the job touched its memory limit; that alone need not have killed it (files being written count too)",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
             confidence="possible",
         ),
         Clue(
-            name="rank-failed-first",
-            pattern=r"Sending process \d+ closing signal SIG\w+|Closing process \d+ via signal SIG\w+",
-            says="the launcher stopped the other ranks",
-            advice=_FIRST,
+            name="job-over-memory",
+            pattern=r"[Ee]xceeded (?:job|step) memory limit|exceeded memory limit \(\d+ > \d+\), being killed",
+            says="Slurm itself killed the job: it measured more memory than was asked for",
+            advice=_LESS_MEMORY + " (--mem, --mem-per-cpu)",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"CANCELLED AT (?P<when>\S+) DUE TO TIME LIMIT",
+            says="Slurm ended the job at {when}: its time was over",
+            advice=_RESUME + "; #SBATCH --signal=B:TERM@120 gives two minutes of warning",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"CANCELLED AT (?P<when>\S+) DUE TO (?P<why>PREEMPTION|NODE FAILURE|[A-Z ]+?) \*\*\*",
+            says="Slurm ended the job at {when}: {why}",
+            advice=_RESUME,
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT (?P<when>\S+)",
+            says="the Slurm job or step was cancelled at {when}: by scancel, or because another task of it failed",
+            advice="look at the lines before: srun cancels the rest of a step when one task fails (--kill-on-bad-exit)",
+        ),
+        Clue(
+            name="worker-killed",
+            pattern=r"srun: error: \S+ tasks? \S+: Killed",
+            says="a task of the Slurm step was ended by SIGKILL",
+            advice="sacct -j JOB --format=State,ExitCode,MaxRSS says whether it was memory",
+        ),
+        Clue(
+            name="worker-segfault",
+            pattern=r"srun: error: \S+ tasks? \S+: Segmentation fault",
+            says="a task of the Slurm step crashed in native code (SIGSEGV)",
+            advice="run it with PYTHONFAULTHANDLER=1 to see the Python line",
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"TERM_MEMLIMIT: job killed",
+            says="LSF killed the job for its memory",
+            advice=_LESS_MEMORY + " (-M, rusage[mem=...])",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"TERM_RUNLIMIT: job killed|PBS: job killed: walltime \d+ exceeded limit \d+",
+            says="the scheduler ended the job: its time was over",
+            advice=_RESUME,
+        ),
+    ),
+)
+
+CONTAINERS = Family(
+    "Kubernetes, Docker, systemd and YARN",
+    (
+        Clue(
+            name="worker-oom-killed",
+            pattern=r"\bOOMKilled\b(?!\"?\s*[:=]\s*(?:false|0\b|\"?false))",
+            says="the container reached its memory limit and the kernel killed a process in it",
+            advice=_LESS_MEMORY + " (resources.limits.memory). /dev/shm of type Memory counts towards the limit",
+        ),
+        Clue(
+            name="node-evicted",
+            pattern=r"The node was low on resource: (?P<what>[\w-]+)",
+            says="Kubernetes evicted the pod: its node ran short of {what}",
+            advice="set requests for {what}; keep caches and checkpoints on a volume, not in the container",
+        ),
+        Clue(
+            name="node-evicted",
+            pattern=r"(?:ephemeral local storage usage|Usage of EmptyDir volume \S+) exceeds the (?:total )?limit",
+            says="Kubernetes evicted the pod: it wrote more into its local storage than it may",
+            advice="raise the limit of ephemeral-storage or sizeLimit, and keep caches on a volume",
+        ),
+        Clue(
+            name="node-evicted",
+            pattern=r"\b[Rr]eason\"?:\s+\"?Evicted\b|The node had condition: \[(?:Disk|Memory|PID)Pressure\]",
+            says="Kubernetes evicted the pod from its node",
+            advice="kubectl describe pod says which resource ran short; requests close to what is used protect a pod",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"imminent node shutdown|\b[Rr]eason\"?:\s+\"?Preempt(?:ed|ing)\b|Preempted by (?:a )?pod",
+            says="the cluster took the node or the place of this pod away",
+            advice=_RESUME,
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"Container killed by YARN for exceeding (?:\w+ )?memory limits",
+            says="YARN killed the container: Java and Python together used more than it had asked for",
+            advice="raise spark.executor.memoryOverhead (Python's memory is in it, not in spark.executor.memory), or "
+            "run fewer tasks per executor (spark.executor.cores). If it says virtual memory: "
+            "yarn.nodemanager.vmem-check-enabled=false",
+        ),
+        Clue(
+            name="job-over-memory",
+            pattern=r"is running (?:\S+ )?beyond (?:the )?'?(?:physical|virtual|PHYSICAL|VIRTUAL)'? memory limit",
+            says="YARN's node manager found the container over its memory limit and killed it",
+            advice="raise spark.executor.memoryOverhead, or run fewer tasks per executor",
+        ),
+        Clue(
+            name="worker-oom-killed",
+            pattern=r"Failed with result 'oom-kill'",
+            says="systemd reports that the kernel killed a process of the unit for memory",
+            advice=_LESS_MEMORY + " (MemoryMax= of the unit)",
+        ),
+        Clue(
+            name="worker-killed",
+            pattern=r"Main process exited, code=killed, status=9/KILL",
+            says="systemd reports that the main process was ended by SIGKILL",
+            advice="journalctl -k | grep -i oom; else TimeoutStopSec= ran out after SIGTERM",
+        ),
+        Clue(
+            name="worker-killed",
+            pattern=_EXIT + r"137\b",
+            says="a process or container ended with 137, that is 128 + 9: SIGKILL",
+            advice="most often memory: look at dmesg, `kubectl describe pod` (OOMKilled) or the scheduler's log; else "
+            "somebody's patience after SIGTERM was over",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=_EXIT + r"143\b|Container killed on request\. Exit code is 143",
+            says="a process or container ended with 143, that is 128 + 15: it was asked to stop (SIGTERM)",
+            advice="look for who stopped it: the resource manager's log; pre-emption, a time limit, a lost driver, or "
+            "a container over its memory",
+            confidence="likely",
+        ),
+        Clue(
+            name="worker-segfault",
+            pattern=_EXIT + r"139\b",
+            says="a process ended with 139, that is 128 + 11: SIGSEGV, a crash in native code",
+            advice="run it with PYTHONFAULTHANDLER=1 to see the Python line",
+        ),
+        Clue(
+            name="worker-aborted",
+            pattern=_EXIT + r"134\b",
+            says="a process ended with 134, that is 128 + 6: SIGABRT, a native library gave up",
+            advice="the library usually says why in the lines before",
+        ),
+        Clue(
+            name="terminated-by-scheduler",
+            pattern=r"^[ \t]*Killed by external signal",
+            says="the container was ended by a signal from outside",
+            advice="look at the node manager's log for the reason",
             supports=True,
         ),
     ),
@@ -102,7 +184,7 @@ DISTRIBUTED = Family(
 # What Ray says of its workers and nodes.
 
 
-_LESS_MEMORY = (
+_LESS_OF_RAY = (
     "fewer tasks at once (num_cpus or memory per task), fewer loader workers per task, or a larger node; "
     "RAY_memory_usage_threshold moves the line, RAY_memory_monitor_refresh_ms=0 leaves it to the kernel"
 )
@@ -114,19 +196,19 @@ RAY = Family(
             name="job-over-memory",
             pattern=r"OutOfMemoryError: Task was killed due to the node running low on memory",
             says="Ray's memory monitor killed the worker, before the kernel would have: the node was nearly full",
-            advice=_LESS_MEMORY,
+            advice=_LESS_OF_RAY,
         ),
         Clue(
             name="job-over-memory",
             pattern=r"\b(?P<count>[1-9]\d*) Workers \(tasks / actors\) killed due to memory pressure",
             says="Ray's memory monitor killed {count} workers of this node",
-            advice=_LESS_MEMORY,
+            advice=_LESS_OF_RAY,
         ),
         Clue(
             name="job-over-memory",
             pattern=r"RayOutOfMemoryError: More than (?P<percent>\d+)% of the memory on node",
             says="more than {percent} % of the node's memory was used, and Ray refused to go on",
-            advice=_LESS_MEMORY,
+            advice=_LESS_OF_RAY,
         ),
         Clue(
             name="worker-terminated",

@@ -1,14 +1,12 @@
 """All rules, in the order in which they are asked: the most specific first."""
 
 from holdfast.diagnose.finding import Rule
-from holdfast.diagnose.rules import crash, data, hang, limits, memory, signals
+from holdfast.diagnose.rules import data, deaths, hang, resources
 
 ALL: tuple[Rule, ...] = (
-    *crash.STARTUP,
+    *deaths.STARTUP,
     *hang.RULES,
-    *memory.RULES,
-    *limits.RULES,
-    *crash.RULES,
-    *signals.RULES,
+    *resources.RULES,
+    *deaths.RULES,
     *data.RULES,
 )

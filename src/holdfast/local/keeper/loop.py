@@ -8,7 +8,8 @@ It must not outlive the trainer. PDEATHSIG would fire on the death of the parent
 the trainer and the end of the control socket instead (and /proc where there is no pidfd). Its workers die with
 it: for them it is the only thread of their parent.
 
-Here: its loop, words with the trainer, and deaths. Births are in fork_worker.py, what it does to the living in worker_watch.py.
+Here: its loop, words with the trainer, and deaths. Births are in fork_worker.py, what it does to the living in
+worker_watch.py.
 """
 
 import gc

@@ -2,7 +2,7 @@
 
 from holdfast.core.messages import Cause, Leave, What
 from holdfast.diagnose.finding import Case
-from holdfast.diagnose.possessions import what_it_had
+from holdfast.diagnose.incident import what_it_had
 from holdfast.system.cgroups import ControlGroup
 from holdfast.system.evidence import Evidence
 from holdfast.system.snapshot import Bounds, Snapshot
