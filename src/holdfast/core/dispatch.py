@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from holdfast.core.messages import Action, Send, Start
 from holdfast.core.roster import Phase, Roster, Task, WorkerState
 
+# Looked up for every batch: a member of an enum costs 50 ns each time.
+_WAITING, _READY = Phase.WAITING, Phase.READY
+
 
 class Dispatch:
     """`even`: no task waits behind another while a worker has nothing to do."""
@@ -91,7 +94,7 @@ class Dispatch:
 
     def _pass_on(self, worker: WorkerState, task: Task) -> Sequence[Action]:
         send = self.send(worker, task)
-        if worker.phase is not Phase.WAITING:
+        if worker.phase is not _WAITING:
             return (send,)
         worker.move(Phase.STARTING)
         return (Start(worker.id, worker.life), send)
@@ -100,7 +103,7 @@ class Dispatch:
         """Of the workers that have a place, the one that gets the next task: one with nothing to do, if possible."""
         while self._idle:
             worker = self._idle.popleft()
-            if not worker.tasks and worker.phase <= Phase.READY:  # it may have changed since
+            if not worker.tasks and worker.phase <= _READY:  # it may have changed since
                 self._free.remove(worker)
                 break
         else:
@@ -121,7 +124,7 @@ class Dispatch:
     def free(self, worker: WorkerState) -> None:
         """One of its tasks is over, or belongs to it no more."""
         worker.used -= 1
-        if worker.used < self._depth and worker.phase <= Phase.READY:
+        if worker.used < self._depth and worker.phase <= _READY:
             self._free.append(worker)
             if self._even and not worker.tasks:
                 self._idle.appendleft(worker)  # before those that are not started yet
