@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Tests start hundreds of interpreters: without compiled modules each takes a second longer.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint lint-check soak-ledger soak-interrupts causes bench bench-auto bench-pool parity-pool notebook compat clean
+.PHONY: demo test test-all test-pure lint lint-check soak-ledger soak-interrupts causes bench bench-auto bench-pool parity-pool notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,12 @@ demo: $(VENV)/ready
 
 test: lint-check
 	$(BIN)/python -m pytest
+
+# As if built without a compiler: loader, pool and faults, and what the extensions do. Ends with what was skipped, and why.
+test-pure: $(VENV)/ready
+	PYTHONPATH=tests/pure $(BIN)/python -m pytest -rs tests/test_house.py tests/shm tests/system tests/local tests/loader \
+		tests/pool tests/parity tests/process/test_loader.py tests/process/test_retries.py tests/process/test_streams.py \
+		tests/process/test_pool.py tests/process/test_chunks.py tests/process/test_evidence.py tests/faults/test_matrix.py
 
 lint-check: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -128,6 +128,15 @@ def test_a_module_of_launch_imports_only_those_above_it_in_the_map():
         assert {a or b for a, b in imported} <= set(order[:i]), module
 
 
+def test_the_lane_without_extensions_hides_all_of_them():
+    """See tests/pure."""
+    built = re.findall(
+        r'^name = "(holdfast\.[\w.]+)"', (SOURCE.parents[1] / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    hidden = re.findall(r'"([\w.]+\._\w+)"', (Path(__file__).parent / "pure" / "sitecustomize.py").read_text())
+    assert built and sorted(built) == sorted(f"holdfast.{name}" for name in hidden)
+
+
 def test_files_that_the_docs_name_exist():
     for page in DOCS.glob("*.md"):
         for name in re.findall(

@@ -15,7 +15,9 @@ except ImportError:
 
 # What the coarse clock may be behind, and a busy machine.
 COARSE_NS = 1_000_000_000
-compiled_only = pytest.mark.skipif(Recorder is None, reason="built without a compiler")
+compiled_only = pytest.mark.skipif(
+    Recorder is None, reason="without local/protocol/_pulse.c: only PlainRecorder is tested"
+)
 
 
 @pytest.fixture(params=["python", pytest.param("compiled", marks=compiled_only)])

@@ -14,7 +14,7 @@ from holdfast.system.signals import Sender, SenderNote
 
 from ..conftest import until
 
-pytestmark = pytest.mark.skipif(signals.install is None, reason="built without a compiler")
+pytestmark = pytest.mark.skipif(signals.install is None, reason="without system/_sender.c: senders stay unknown")
 
 CHILD = """
 import os, signal, sys, time
