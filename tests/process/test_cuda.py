@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from holdfast import DataLoader
 from holdfast.loader import device as ferrying
-from holdfast.loader.cuda import Driver
-from holdfast.loader.cuda_slots import CudaSlots, gate
+from holdfast.loader.cuda_slots import CudaSlots, Driver, gate
 from holdfast.loader.iterator import WorkerIterator
 
 from ..conftest import mappings
@@ -371,8 +370,8 @@ def copied_late(monkeypatch, guard):
             event.record()
             return [event]
 
-        monkeypatch.setattr("holdfast.loader.cuda.Driver.mark", mark)
-        monkeypatch.setattr("holdfast.loader.cuda.Driver.passed", lambda driver, event: event.query())
+        monkeypatch.setattr("holdfast.loader.cuda_slots.Driver.mark", mark)
+        monkeypatch.setattr("holdfast.loader.cuda_slots.Driver.passed", lambda driver, event: event.query())
     side = torch.cuda.Stream()
     target = [torch.zeros(4, 3, SIDE, SIDE, device="cuda") for _ in range(8)]
     torch.cuda.synchronize()
@@ -481,7 +480,7 @@ def test_memory_that_cuda_will_not_lock(way, monkeypatch):
     """A finding, once; and torch's own pinned copy."""
     options = {"device": "cuda"} if way == "device" else {"pin_memory": True}
     monkeypatch.setattr(gate(), "refused", None)
-    monkeypatch.setattr("holdfast.loader.cuda.Driver.register", lambda *a: "CUDA_ERROR_OUT_OF_MEMORY (2)")
+    monkeypatch.setattr("holdfast.loader.cuda_slots.Driver.register", lambda *a: "CUDA_ERROR_OUT_OF_MEMORY (2)")
     loader = DataLoader(Images(40), batch_size=4, num_workers=2, **options)
     batches = list(loader)
     assert labels_of(batches) == list(range(40))
