@@ -22,10 +22,8 @@ import holdfast
 from holdfast import DataLoader, Policy
 from holdfast.shm.slots import Slots
 
-from ..conftest import children
+from ..conftest import METHODS, children
 from .data import Epochs, Getitems, Images, Noise, Numbers, Reopens, Shared, Stream, flat
-
-METHODS = ["fork", "spawn", "forkserver"]
 
 
 @pytest.mark.parametrize("method", METHODS)
