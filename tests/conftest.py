@@ -21,6 +21,7 @@ import pytest_timeout
 from .interrupt import free_locks, taken
 
 ROOT = Path(__file__).parent
+METHODS = ["fork", "spawn", "forkserver"]
 # Has this process write its stacks; Holdfast's own signal for that is another one.
 STACKS_SIGNAL = signal.SIGRTMIN + 16
 

@@ -3,9 +3,16 @@
 owed: "once"    the fault comes once: the epoch is whole, in order, nothing twice
       "raises"  it comes each time: next() raises for its batch, naming what `words` say; the rest arrives
       "skips"   it comes each time, under bad_sample="skip": all but the bad index arrives
+      "nobody"  it comes when a worker leaves: the epoch is whole, and nobody hears of it
+      "breaks"  it comes in each worker that starts: no batch arrives, each next() raises
+      "alone"   it ends the trainer: its workers and its keeper go with it
+
+start: the start method. Each row runs forked; those that start in another way where that can matter, or all with
+HOLDFAST_SLOW=1.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from holdfast.system import signals, snapshot
 
@@ -21,9 +28,10 @@ class Row:
     words: tuple[str, ...] = ()
     raises: str = "WorkerLost"
     finding: str = ""
+    start: str = "fork"
 
     def __str__(self) -> str:
-        return f"{self.where}-{self.how}-{self.owed}"
+        return f"{self.where}-{self.how}-{self.owed}" + (f"-{self.start}" if self.start != "fork" else "")
 
 
 DEATHS = {
@@ -46,6 +54,9 @@ RAISES = {
     "out-of-memory": ("MemoryError", "", "allocation-refused"),
     "out-of-descriptors": ("OSError", "Too many open files", "descriptors-exhausted"),
 }
+
+# How code of the user's ends a worker, wherever it runs.
+DIES = ("sigkill", "segfault", "os-exit", "hang")
 
 MAP_ROWS = [
     *(Row("dataset", how, "once", (words,), finding=finding) for how, (words, finding) in DEATHS.items()),
@@ -73,11 +84,16 @@ MAP_ROWS = [
         for how, (words, f) in DEATHS.items()
         if how in ("sigkill", "segfault", "os-exit")
     ),
-    Row("worker_init_fn", "raise", "raises", ("injected", "while it started"), "ValueError", "worker-init-raised"),
+    Row("worker_init_fn", "raise", "breaks", ("injected", "while it started"), "ValueError", "worker-init-raised"),
     Row(
-        "worker_init_fn", "sys-exit", "raises", ("SystemExit", "while it started"), "SampleError", "worker-init-raised"
+        "worker_init_fn", "sys-exit", "breaks", ("SystemExit", "while it started"), "SampleError", "worker-init-raised"
     ),
-    Row("worker_init_fn", "segfault", "raises", ("SIGSEGV", "before they are ready"), finding="worker-segfault"),
+    Row("worker_init_fn", "segfault", "breaks", ("SIGSEGV", "before they are ready"), finding="worker-segfault"),
+    *(Row("late-import", how, "once", (DEATHS[how][0],), finding=DEATHS[how][1]) for how in DIES),
+    *(Row("late-import", how, "raises", (DEATHS[how][0], "index 37"), finding=DEATHS[how][1]) for how in DIES),
+    Row("late-import", "raise", "raises", ("injected", "index 37"), "ValueError", "sample-raised"),
+    Row("late-import", "sys-exit", "raises", ("SystemExit", "index 37"), "SampleError", "sample-raised"),
+    *(Row("at-exit", how, "nobody") for how in ("raise", "sys-exit", *DIES)),
     *(Row("idle", how, "once", (how.upper(),)) for how in ("sigkill", "sigterm", "sighup", "sigint", "sigusr1")),
     *(Row("between-epochs", how, "once", (how.upper(),)) for how in ("sigkill", "sigterm")),
     *(Row("keeper", how, "once", ()) for how in ("sigkill", "sigterm", "sigsegv")),
@@ -96,3 +112,60 @@ STREAM_ROWS = [
         if how != "stop-iteration"
     ),
 ]
+
+# A spawned worker imports the module of the dataset's class; a forked one has it.
+IMPORT_ROWS = [
+    *(
+        Row("import", how, "once", (DEATHS[how][0],), finding=DEATHS[how][1], start="spawn")
+        for how in ("sigkill", "segfault", "os-exit")
+    ),
+    *(
+        Row("import", how, "breaks", (DEATHS[how][0], "while starting"), finding=DEATHS[how][1], start="spawn")
+        for how in ("segfault", "os-exit")
+    ),
+    Row("import", "raise", "breaks", ("injected", "while it started"), "ValueError", "worker-init-raised", "spawn"),
+    Row(
+        "import", "sys-exit", "breaks", ("SystemExit", "while it started"), "SampleError", "worker-init-raised", "spawn"
+    ),
+]
+
+TRAINER_ROWS = [
+    Row("trainer", how, "alone", start=start)
+    for how, start in (
+        *((how, "fork") for how in ("sigkill", "sigterm", "sigint", "segfault", "raise", "sys-exit", "os-exit")),
+        *((how, "spawn") for how in ("sigkill", "sys-exit")),
+    )
+]
+
+# Cells in which a spawned keeper, or a job that it holds as bytes, can make a difference.
+_OTHER_START = {
+    ("dataset", "sigkill", "once"),
+    ("dataset", "hang", "once"),
+    ("dataset", "segfault", "raises"),
+    ("dataset", "segfault", "skips"),
+    ("dataset", "raise-unpicklable", "raises"),
+    ("collate", "sigkill", "once"),
+    ("send", "segfault", "raises"),
+    ("late-import", "os-exit", "raises"),
+    ("at-exit", "raise", "nobody"),
+    ("at-exit", "hang", "nobody"),
+    ("idle", "sigterm", "once"),
+    ("between-epochs", "sigkill", "once"),
+    ("stream", "sigkill", "once"),
+    ("stream", "segfault", "raises"),
+    ("stream", "raise", "raises"),
+}
+_OTHER_PLACES = {"worker_init_fn", "keeper", "group"}
+
+
+def _spawned(rows: list[Row]) -> list[Row]:
+    every = bool(os.environ.get("HOLDFAST_SLOW"))
+    return [
+        replace(row, start="spawn")
+        for row in rows
+        if every or row.where in _OTHER_PLACES or (row.where, row.how, row.owed) in _OTHER_START
+    ]
+
+
+MAP_ROWS += [*_spawned(MAP_ROWS), *IMPORT_ROWS]
+STREAM_ROWS += _spawned(STREAM_ROWS)

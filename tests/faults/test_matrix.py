@@ -2,91 +2,22 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from holdfast import DataLoader, Policy
-from holdfast.testing import Saboteur, StreamSaboteur, inflict, storm
+from holdfast.testing import Saboteur, inflict, storm
 
+from ..conftest import until
 from ..process.data import Numbers, Stream
-from .matrix import MAP_ROWS, STREAM_ROWS, Row
-
-BAD = 37
-COUNT = 96
-
-
-def first_time(directory):
-    try:
-        os.close(os.open(os.path.join(directory, "mark"), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
-class Collate:
-    """Meets the fault in the batch that holds the bad sample."""
-
-    def __init__(self, how, once):
-        self.how, self.once = how, once
-
-    def __call__(self, samples):
-        if BAD in samples and (self.once is None or first_time(self.once)):
-            inflict(self.how)
-        return default_collate(samples)
-
-
-class Bomb:
-    """Meets the fault while it is being pickled."""
-
-    def __init__(self, how, once):
-        self.how, self.once = how, once
-
-    def __reduce__(self):
-        if self.how == "raise":
-            raise ValueError("injected")
-        if self.once is None or first_time(self.once):
-            inflict(self.how)
-        return int, ()
-
-
-class Bombs(Numbers):
-    def __init__(self, length, how, once):
-        super().__init__(length)
-        self.how, self.once = how, once
-
-    def __getitem__(self, index):
-        return {"number": index, "bomb": Bomb(self.how, self.once) if index == BAD else 0}
-
-
-class Init:
-    def __init__(self, how, once):
-        self.how, self.once = how, once
-
-    def __call__(self, worker):
-        if worker == 1 and (self.once is None or first_time(self.once)):
-            inflict(self.how)
-
-
-def make(row: Row, tmp_path):
-    once = str(tmp_path) if row.owed == "once" else None
-    policy = Policy(bad_sample="skip" if row.owed == "skips" else "raise", sample_timeout=0.4, max_bad=0.2)
-    dataset, more = Numbers(COUNT, 0.0005), {"batch_size": 4}
-    match row.where:
-        case "dataset":
-            dataset = Saboteur(dataset, {BAD: row.how}, once)
-        case "collate":
-            more["collate_fn"] = Collate(row.how, once)
-        case "send":
-            dataset, more = Bombs(COUNT, row.how, once), {"batch_size": 4, "collate_fn": list}
-        case "worker_init_fn":
-            more["worker_init_fn"] = Init(row.how, once)
-        case "stream":
-            dataset = StreamSaboteur(Stream(COUNT, 0.0005), {9: row.how}, once)
-    return DataLoader(dataset, num_workers=2, policy=policy, persistent_workers=row.where == "between-epochs", **more)
+from .matrix import MAP_ROWS, STREAM_ROWS, TRAINER_ROWS, Row
+from .places import BAD, BEFORE, COUNT, first_time, make
 
 
 def numbers(batch):
@@ -151,39 +82,88 @@ def test_map_style(row, tmp_path):
     check(row, loader, [x for batch in got for x in batch], errors)
 
 
+def streams_before_the_fault():
+    """The batches that each of the two workers gives before the one that holds the fault: in turn."""
+    batches = BEFORE // 4
+    return [list(range(COUNT))[worker::2][4 * i : 4 * i + 4] for i in range(batches) for worker in range(2)]
+
+
 @pytest.mark.parametrize("row", STREAM_ROWS, ids=str)
 def test_iterable(row, tmp_path):
     loader = make(row, tmp_path)
     got, errors = epoch(loader)
-    if row.owed == "once":
-        undisturbed = [b.tolist() for b in DataLoader(Stream(COUNT), batch_size=4, num_workers=2)]
-        assert got == undisturbed
-        assert not errors
-    else:
-        assert errors and all(type(e).__name__ == row.raises for e in errors)
-        everything = [x for batch in got for x in batch]
-        assert len(everything) == len(set(everything))
     says = told(loader, errors)
-    assert all(word in says for word in row.words), says
-    assert row.finding in {i.finding for i in loader.incidents}, says
+    if row.owed == "once":
+        assert got == [b.tolist() for b in DataLoader(Stream(COUNT), batch_size=4, num_workers=2)], says
+        assert not errors, says
+    else:  # what a stream would have given behind the fault is lost with it
+        assert got == streams_before_the_fault(), says
+        assert [type(e).__name__ for e in errors] == [row.raises] * 2, says
+    assert_named(row, loader, says)
 
 
 def check(row, loader, got, errors):
     says = told(loader, errors)
-    if row.owed == "once":
-        assert got == list(range(COUNT)) and not errors, says
-    elif row.owed == "skips":
-        assert got == [i for i in range(COUNT) if i != BAD] and not errors, says
-        assert [b.index for b in loader.report().bad_samples] in ([BAD], []), says
-    elif row.where == "worker_init_fn":
-        assert type(errors[0]).__name__ == row.raises, says
-    else:
-        batch = range(BAD - BAD % 4, BAD - BAD % 4 + 4)
-        assert got == [i for i in range(COUNT) if i not in batch], says
-        assert [type(e).__name__ for e in errors] == [row.raises], says
+    raised = [type(e).__name__ for e in errors]
+    match row.owed:
+        case "once" | "nobody":
+            assert got == list(range(COUNT)) and not errors, says
+        case "skips":
+            assert got == [i for i in range(COUNT) if i != BAD] and not errors, says
+            assert [b.index for b in loader.report().bad_samples] == [BAD], says
+        case "breaks":
+            assert not got and set(raised) == {row.raises}, says
+        case "raises":
+            batch = range(BAD - BAD % 4, BAD - BAD % 4 + 4)
+            assert got == [i for i in range(COUNT) if i not in batch], says
+            assert raised == [row.raises], says
+    assert_named(row, loader, says)
+
+
+def assert_named(row, loader, says):
+    """What went wrong is named; where nothing is owed but the epoch, nothing is told."""
     assert all(word in says for word in row.words), says
-    if row.finding:
-        assert row.finding in {i.finding for i in loader.incidents}, says
+    found = {i.finding for i in loader.incidents}
+    assert row.owed != "nobody" or not found, says
+    assert not row.finding or row.finding in found, says
+
+
+@pytest.mark.parametrize("row", TRAINER_ROWS, ids=str)
+def test_nothing_outlives_its_trainer(row):
+    """It ends in the middle of an epoch. `nothing_left` looks for shared memory."""
+    mark = f"{os.getpid()}-{row}-{time.monotonic_ns()}"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.trainer", row.how, row.start]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HOLDFAST_TEST_MARK": mark},
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    ) as trainer:
+        assert trainer.stdout.readline() == b"going\n"
+        assert len(carrying(mark)) >= 4  # the trainer, its keeper and two workers
+        if row.how in ("sigkill", "sigterm", "sigint"):
+            os.kill(trainer.pid, getattr(signal, row.how.upper()))
+        status = trainer.wait(30)
+        assert status == {"raise": 1, "sys-exit": 3, "os-exit": 5, "segfault": -signal.SIGSEGV}.get(
+            row.how, -getattr(signal, row.how.upper(), 0)
+        )
+        until(lambda: not carrying(mark), "some process of it lives on", 5)
+
+
+def carrying(mark):
+    """Processes with this mark in their environment; not multiprocessing's own, which end when they see fit."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"resource_tracker" not in command:
+                    found.append(int(pid))
+        except OSError:
+            continue
+    return found
 
 
 def test_an_exception_comes_back_as_itself():

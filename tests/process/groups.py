@@ -7,9 +7,8 @@ import pytest
 
 import holdfast
 from holdfast.system import linux
-from tests.conftest import until
+from tests.conftest import METHODS, until
 
-METHODS = ["fork", "spawn", "forkserver"]
 # Each rank that is not forked imports torch, seconds of it: HOLDFAST_SLOW=1 runs every test on every method.
 SOME = METHODS if os.environ.get("HOLDFAST_SLOW") else ["fork"]
 every_method = pytest.mark.parametrize("method", SOME)

@@ -16,9 +16,9 @@ import holdfast
 from holdfast import CachedDataset, DataLoader, FileCache, Pool
 from holdfast.errors import WrongProcess
 from holdfast.local.protocol.pulse import FLOOR, WANTED
+from tests.conftest import METHODS
 from tests.process import calls, ranks
 from tests.process.data import Images, Numbers
-from tests.process.test_loader import METHODS
 
 # Newer Pythons warn of each fork of a process with threads, and a pool has one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
