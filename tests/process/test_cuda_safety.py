@@ -13,8 +13,7 @@ import torch
 
 from holdfast import DataLoader
 from holdfast.loader import device as ferrying
-from holdfast.loader.cuda_slots import Driver
-from holdfast.loader.cuda_slots import CudaSlots, gate
+from holdfast.loader.cuda_slots import CudaSlots, Driver, gate
 
 from ..conftest import mappings
 from .cuda import (  # noqa: F401  (two of them are fixtures that each test here uses)
