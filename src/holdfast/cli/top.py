@@ -97,7 +97,7 @@ def snapshots(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _snapshot(path: Path) -> dict[str, Any]:
-    """One that can be shown, whoever wrote it. Raises one of `_NONSENSE` for any other."""
+    """A snapshot that can be shown; anybody may have written it. Raises one of `_NONSENSE` if it cannot."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("no plain file")
     name = {"name": path.stem.removeprefix("stats-")}

@@ -42,7 +42,7 @@ MachineCheck = Callable[[Machine, int], Check]
 
 
 def check_machine(machine: Machine, workers: int) -> tuple[Check, ...]:
-    """All of them, in the order in which people read them. One that breaks is said, and hides no other."""
+    """All of them, in the order in which people read them. If one breaks, it says so, and the others still run."""
     return tuple(_asked(check, machine, workers) for check in ALL)
 
 
@@ -108,7 +108,7 @@ def memory(machine: Machine, workers: int) -> Check:
 
 
 def memory_limit(machine: Machine, workers: int) -> Check:
-    """The cgroup's limit: past it the kernel kills a process, with SIGKILL and without a word."""
+    """The cgroup's limit: beyond it the kernel kills a process by SIGKILL, without a message."""
     limit, used = machine.cgroup.memory_limit, machine.cgroup.memory_used
     if limit is None or (machine.memory_total and limit >= machine.memory_total):
         return Check("memory-limit", "ok", "no cgroup limit below the host's memory")

@@ -51,7 +51,7 @@ _REASONS = (
     "samples-differ",
 )
 
-# cause -> what may be no more than its consequence, when both are seen in one log.
+# cause -> findings that may be its consequences, if one log shows both.
 CONSEQUENCES: dict[str, frozenset[str]] = {
     "worker-oom-killed": _ENDED | _NOTICED | {"job-over-memory", "terminated-by-scheduler"},
     "job-over-memory": _ENDED | _NOTICED | {"terminated-by-scheduler"},
@@ -190,7 +190,7 @@ def _explained(page: _Page, hits: list[_Hit]) -> Explained:
 
 
 def _short(line: str, column: int) -> str:
-    """What is around the column: of a progress bar its last state, of a very long line a part."""
+    """The text around the column: the last state of a progress bar, a part of a very long line."""
     begin = line.rfind("\r", 0, column) + 1
     shown = line[begin:].partition("\r")[0]
     column -= begin
@@ -202,7 +202,7 @@ def _short(line: str, column: int) -> str:
 
 
 def _times(page: _Page, hits: list[_Hit]) -> Times:
-    """Of a line that has no time of its own, that of the nearest line above: a traceback has one at its head."""
+    """A line without a time has that of the nearest line above: a traceback has one at its head."""
     found: Times = {}
     for hit in hits:
         lines = page.lines(hit.line - AROUND, hit.line).splitlines()

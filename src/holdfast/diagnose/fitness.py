@@ -126,7 +126,7 @@ class Measured:
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Of numbers in order; 0 where there are none."""
+    """A percentile of sorted numbers; 0 if there are none."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 

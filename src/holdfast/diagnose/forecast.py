@@ -11,7 +11,7 @@ from holdfast.diagnose.machine import Machine
 
 # torch's own default.
 PREFETCH = 2
-# Of the free memory, the share that loading may have: the model's own batches, and the unforeseen, need the rest.
+# The share of free memory that loading may use. The model's own batches, and surprises, need the rest.
 _SHARE = 0.8
 # A sample may take this many times the slowest one seen before it counts as hung, and this many seconds at least.
 _PATIENCE = 20

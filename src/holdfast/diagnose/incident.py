@@ -53,7 +53,7 @@ class Incident:
     at: float = 0.0
     """Seconds since 1970; 0 when not known."""
     call: str | None = None
-    """Of a pool: the function that was called; `batch` is then the number of the task."""
+    """For a pool: the function that was called. `batch` is then the number of the task."""
     evidence: Evidence | None = None
     """All that was seen, but for the stack; None of an exception."""
 

@@ -115,7 +115,7 @@ def _version(name: str) -> str | None:
 
 
 def check_process(process: Process, workers: int, cpus: int) -> tuple[Check, ...]:
-    """All of them. One that breaks is said, and hides no other."""
+    """All of them. If a check breaks, the answer says so, and the other checks still run."""
     found = []
     for check in ALL:
         try:

@@ -25,7 +25,7 @@ _LIMIT_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One reading. The defaults are a machine without worries, so that a test names only what it is about."""
+    """One reading. The defaults are a healthy machine, so that a test names only what it is about."""
 
     nofile: Limit = (65_536, 1_048_576)
     nproc: Limit = _NO_LIMIT
@@ -58,7 +58,7 @@ class Machine:
 
     @property
     def memory_free(self) -> int:
-        """What may still be allocated: of the host or of the cgroup, whichever is less."""
+        """Bytes that can still be allocated: in the host or in the cgroup, whichever has less."""
         limit = self.cgroup.memory_limit
         if limit is None:
             return self.memory_available

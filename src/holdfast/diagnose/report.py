@@ -23,7 +23,7 @@ KEPT = 1000
 _EXAMPLES = 5
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
 _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
-# Below this nothing can be said: the first batches always wait.
+# A shorter run says nothing: the first batches always wait.
 _LEAST_S = 2.0
 _WAITS = 0.2
 _NEVER_WAITS = 0.02

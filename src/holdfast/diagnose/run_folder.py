@@ -43,7 +43,7 @@ def to_text(indices: tuple[Any, ...]) -> str | None:
 
 
 def from_text(text: str) -> tuple[Any, ...]:
-    """Runs nothing, whoever wrote it. Raises ValueError for what is not a tuple of literals, or cannot be shown."""
+    """Reads anybody's text and runs nothing. Raises ValueError if it is no tuple of literals or cannot be shown."""
     try:
         indices = ast.literal_eval(text)
         repr(indices)  # of a number like 0xffff... it may be too long for Python
@@ -84,7 +84,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def to_pickle(indices: tuple[Any, ...]) -> str | None:
-    """Indices that are no literals: whoever opens this must trust who wrote it."""
+    """Indices that are no literals. Open the answer only if you trust its writer."""
     try:
         return base64.b64encode(pickle.dumps(indices)).decode()
     except Exception:
@@ -115,7 +115,7 @@ def for_json(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_json(index: object) -> object:
-    """Of numbers, text and what holds them: as it is; any other as text."""
+    """Numbers, text and their containers stay as they are; anything else becomes text."""
     try:
         return json.loads(json.dumps(index, default=shown))
     except Exception as error:  # user code, keys that are no text, or what holds itself
@@ -151,7 +151,7 @@ class RunFolder:
         return cls(folder, kind, dataset) if folder else None
 
     def write(self, incident: dict[str, Any]) -> None:
-        """One line, whole or not at all, and with the kernel before this returns. Trouble here is said once."""
+        """One line, whole or not at all; the kernel has it when this returns. If it fails, one warning says so."""
         self._last_incident = str(incident.get("headline", ""))
         try:
             line = json.dumps({"number": self._count, **for_json(_loadable(incident))}, default=shown) + "\n"
@@ -234,7 +234,7 @@ class _Bounded:
 # Folders and files that are their user's alone: what Holdfast keeps of a run, and what ranks print.
 #
 # A folder that we make is 0700, with those above it that were missing. One that was there must belong to us or to root:
-# any other owner may put what he likes in the place of our files. If it is ours, open to others, and holds nothing but
+# any other owner could replace our files. If it is ours, open to others, and holds nothing but
 # files of Holdfast, it becomes 0700, too; one that holds other things (a project, /tmp) keeps its rights. Files are
 # 0600, whatever the umask. If somebody put a link or a pipe where a file goes, Holdfast never writes to it.
 
@@ -245,7 +245,7 @@ _OTHERS = 0o077
 _OURS = re.compile(r"(?:incidents|stats)-\d+-\d+\.(?:jsonl|json|draft|dataset)|rank-\d+-attempt-\d+\.log")
 # O_NONBLOCK: a pipe without a reader is an error, not a wait for ever. It means nothing to a regular file.
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# Folders that were found open to others, by device, inode and rights: what was done about one is said once.
+# Folders that were open to others, by device, inode and rights. Holdfast warns once about each.
 _found: set[tuple[int, int, int]] = set()
 
 

@@ -1,7 +1,7 @@
 """Control groups, versions 1 and 2 or the two side by side: which limits and counters apply to a process.
 
-Of nested groups the tightest counts. In a container the path may be the host's and not be there; then the mount itself
-is what applies. Everything is read below `root`, so that a test can lay out a machine as a tree of files.
+If groups are nested, the tightest limit counts. In a container the path may be the host's and not be there; then the
+mount itself applies. Everything is read below `root`, so that a test can lay out a machine as a tree of files.
 """
 
 import errno
@@ -69,7 +69,7 @@ LEAST = 32 << 20
 class MemoryFiles:
     """Limit and use of the memory that this process lives in: its groups', or the machine's.
 
-    For who asks ten times a second: what does not change is read once.
+    It is made for ten calls a second: what does not change is read once.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -177,7 +177,7 @@ def _memory(version: int, groups: list[Path]) -> tuple[int | None, int]:
 
 
 def _oom_kills(version: int, groups: list[Path]) -> int | None:
-    """Of the process's own group: in version 1 the kill is counted nowhere else."""
+    """The counter of the process's own group: version 1 counts a kill nowhere else."""
     if not groups:
         return None
     return _field(groups[0] / ("memory.oom_control" if version == 1 else "memory.events"), "oom_kill")
@@ -252,7 +252,7 @@ def host_oom_kills() -> int | None:
 
 
 class OomWatch:
-    """The kernel's counters of kills for memory. Each kill that they show explains one death, and soon or never."""
+    """The kernel's counters of kills for memory. A kill that they show explains one death, soon or never."""
 
     def __init__(self, now: float) -> None:
         self._seen = self._read()

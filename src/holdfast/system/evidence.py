@@ -1,7 +1,7 @@
 """Evidence: facts taken at the moment of an incident; no opinions. Diagnosis reads it.
 
-Of a death and of a silence the keeper takes it, whatever the trainer is doing; of an exception the worker that raised
-it, while it is being handled.
+The keeper takes the evidence of a death or a silence, whatever the trainer is doing. The worker takes the evidence of
+an exception while it handles it.
 """
 
 import errno
@@ -227,7 +227,7 @@ def descriptor_limits() -> tuple[str, ...]:
 
 
 def facts_of(error: BaseException) -> Facts:
-    """What there is to know about an exception of running out. Which process: the worker, while it is handled."""
+    """What the system knows about this exception. Which process: the worker, while it handles the exception."""
     if isinstance(error, StreamBroken) and error.diverged:
         return Facts(signs=frozenset({Sign.DIVERGED}))
     number = error.errno if isinstance(error, OSError) else None

@@ -29,7 +29,7 @@ NOTED_SIGNALS = (
 DUMP_SIGNAL = signal.SIGRTMIN + 17
 # How long that may take. faulthandler writes a stack in well under a millisecond, unless the process is stopped.
 DUMP_S = 0.2
-# Of what faulthandler has written, this much is read: some hundred frames.
+# How many bytes of faulthandler's output are read: some hundred frames.
 _STACK_BYTES = 32 << 10
 
 
@@ -168,7 +168,7 @@ def umask() -> int:
 
 
 def need_descriptors(count: int) -> None:
-    """Raises EMFILE unless this process can open so many more: before somebody who would leave half of them open."""
+    """Raises EMFILE unless this process can open so many more. Ask before code that would leak some if it failed."""
     len([select.epoll() for _ in range(count)])  # each closes itself, also where a signal handler raises meanwhile
 
 

@@ -294,7 +294,7 @@ def processor_s(pid: int) -> float:
 
 
 def exit_status(pid: int) -> int | None:
-    """Of a process that has ended and was not reaped yet, as multiprocessing has it; None when nobody can say."""
+    """The exit code of a process that has ended and was not reaped yet, as in multiprocessing; None if unknown."""
     fields = linux.stat_fields(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
 

@@ -52,7 +52,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The mapping that a fault lay in. `at`: the place in its file; `size`: of that file, -1 when it cannot be seen."""
+    """The mapping that a fault lay in. `at`: the place in its file; `size`: the size of that file, -1 if unknown."""
 
     path: str
     at: int
@@ -130,7 +130,7 @@ def note_gil(address: int, number: int) -> None:
 
 
 def _size_of(path: str, inode: int) -> int:
-    """Of the file that was mapped; -1 when another one has its name now, or none."""
+    """The size of the file that was mapped; -1 if its name is now another file's, or gone."""
     try:
         about = os.stat(path)
     except OSError:
@@ -148,7 +148,7 @@ log = logging.getLogger("holdfast")
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """True if a handler that is installed now is among the frames which raised it, or if nobody can tell.
+    """True if a handler that is installed now is among the frames that raised it, or if that is unknown.
 
     A handler that the user's code had installed for itself, and has taken away by now, is part of that code.
     """

@@ -1,7 +1,7 @@
 """What a process has: descriptors and what they stand for, threads, children, limits, processors.
 
-Of a process that has ended the kernel keeps limits and processors until it is reaped, and nothing else. So the keeper
-looks at each worker now and then while it lives, and evidence of a death carries the last look, with its age.
+When a process has ended, the kernel keeps only its limits and processors, until it is reaped. So the keeper looks at
+each worker now and then while it lives. The evidence of a death has the last look, with its age.
 """
 
 import errno
@@ -52,7 +52,7 @@ class Snapshot:
     """How long before the incident that was."""
     descriptors: int = 0
     paths: tuple[tuple[str, int], ...] = ()
-    """What its descriptors stand for, and how many for each; the most frequent first. Of many descriptors, a part."""
+    """What its descriptors stand for, and how many for each; the most frequent first. If many, a part of them."""
     threads: int = 0
     others: tuple[str, ...] = ()
     """Its threads but the main one: name and state."""

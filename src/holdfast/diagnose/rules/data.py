@@ -59,7 +59,7 @@ def about_a_file(case: Case) -> Finding | None:
 
 
 def cuda_in_fork(case: Case) -> Finding | None:
-    """CUDA cannot be used in a process that was forked after it was initialised."""
+    """A forked process cannot use CUDA if its parent had initialised it."""
     if case.raised is None or "re-initialize CUDA in forked subprocess" not in case.raised.text:
         return None
     return Finding(

@@ -154,7 +154,7 @@ def keeper_lost(case: Case) -> Finding | None:
 
 
 def killed(case: Case) -> Finding | None:
-    """SIGKILL: cannot be caught, and does not say who sent it. Not us; and no counter shows a kill for memory."""
+    """SIGKILL does not say who sent it. Holdfast did not, and no counter shows a kill for memory."""
     evidence = case.evidence
     if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
@@ -270,7 +270,7 @@ _GRACE = {
 
 
 def trainer_signalled(case: Case) -> Finding | None:
-    """The trainer itself was sent a signal; what it does about it is its own affair."""
+    """Somebody sent the trainer a signal; the script decides what happens then."""
     if case.what is not What.SIGNALLED or case.worker != TRAINER:
         return None
     name = signal_name(case.code)

@@ -70,7 +70,7 @@ def over_limit(case: Case) -> Finding | None:
 
 
 def grown(case: Case) -> Finding | None:
-    """It made room for a fresh one: it had grown to its mark, or was refused more."""
+    """The worker made room for a fresh one: it had grown to its threshold, or was refused more memory."""
     evidence = case.evidence
     if evidence is None or case.cause is not Cause.RECYCLED or case.code != Leave.MEMORY:
         return None
