@@ -26,8 +26,8 @@ test: lint-check
 # As if built without a compiler: loader, pool and faults, and what the extensions do. Ends with what was skipped, and why.
 test-pure: $(VENV)/ready
 	PYTHONPATH=tests/pure $(BIN)/python -m pytest -rs tests/test_house.py tests/shm tests/system tests/local tests/loader \
-		tests/pool tests/parity tests/process/test_loader.py tests/process/test_retries.py tests/process/test_streams.py \
-		tests/process/test_pool.py tests/process/test_chunks.py tests/process/test_evidence.py tests/faults/test_matrix.py
+		tests/pool tests/parity tests/process/test_loader*.py tests/process/test_retries.py tests/process/test_streams.py \
+		tests/process/test_pool*.py tests/process/test_chunks.py tests/process/test_evidence.py tests/faults/test_matrix.py
 
 lint-check: $(VENV)/ready
 	$(BIN)/ruff format --check .
