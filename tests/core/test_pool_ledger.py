@@ -32,6 +32,8 @@ from holdfast.core.messages import (
 from holdfast.core.supervisor import Story
 from holdfast.policy import Policy
 
+from .ledgers import kinds
+
 
 def opened(workers=2, depth=2, **more):
     ledger = Ledger(workers, depth, Policy(), in_order=False, even=True, **more)
@@ -43,10 +45,6 @@ def opened(workers=2, depth=2, **more):
 
 def died(worker, life, task, *, cause=Cause.SIGNAL, code=signal.SIGKILL, stage=Stage.FETCH):
     return Exited(worker, life, 1.0, cause, code, Place(task, 0, stage, 0.1))
-
-
-def kinds(actions):
-    return [type(a).__name__ for a in actions]
 
 
 @pytest.mark.parametrize("cause", [Cause.SIGNAL, Cause.EXIT, Cause.DEADLINE, Cause.MEMORY, Cause.KEEPER])
