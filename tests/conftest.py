@@ -157,7 +157,7 @@ def multiprocessings_own() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    forkserver.set_forkserver_preload(["__main__", "holdfast.loader.job"])
+    forkserver.set_forkserver_preload(["__main__", "holdfast.loader.loader_job"])
     resource_tracker.ensure_running()
     forkserver.ensure_running()
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import RankExited, RankRaised, cli, core, errors, launch, local, system
+from holdfast import RankExited, RankRaised, cli, core, diagnose, errors, launch, loader, local, pool, shm, system
 from holdfast.testing import FAULTS
+
+from . import house
 
 SOURCE = Path(holdfast.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
@@ -110,7 +112,10 @@ def test_the_map_of_the_package_is_true():
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
 
 
-@pytest.mark.parametrize("room", [core, system, local, launch, cli], ids=lambda room: room.__name__)
+ROOMS = [core, shm, system, local, diagnose, loader, pool, launch, cli]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 def test_the_map_of_a_room_is_true(room):
     """Every module, and every folder, stands at the beginning of a line, before its description; nothing else does."""
     named = re.findall(r"^ *(\w+)/?  +", room.__doc__, re.MULTILINE)
@@ -137,12 +142,27 @@ def test_the_lane_without_extensions_hides_all_of_them():
     assert built and sorted(built) == sorted(f"holdfast.{name}" for name in hidden)
 
 
-def test_files_that_the_docs_name_exist():
-    for page in DOCS.glob("*.md"):
-        for name in re.findall(
-            r"`((?:core|shm|system|local|diagnose|loader|pool|launch)/[\w/]+\.(?:py|c))`", page.read_text()
-        ):
-            assert (SOURCE / name).exists(), f"{page.name}: {name}"
+def test_files_that_texts_name_exist():
+    """In the docs with the folder, in the source also by the name of a neighbour."""
+    root = DOCS.parent
+    rooms = "|".join(room.__name__.removeprefix("holdfast.") for room in ROOMS)
+    pattern = rf"`((?:{rooms})/[\w/]+\.(?:py|c))`"
+    missing = []
+    for page in (*DOCS.glob("*.md"), root / "CONTRIBUTING.md"):
+        for name in re.findall(pattern, page.read_text()):
+            if not (SOURCE / name).exists():
+                missing.append(f"{page.name}: {name}")
+    for path in SOURCE.rglob("*.py"):
+        for name in re.findall(r"(?<![\w./*<\"`-])((?:\w+/)*\w+\.(?:py|c))\b", path.read_text()):
+            near = [folder / name for folder in (SOURCE, path.parent, path.parent.parent, root, SOURCE.parent)]
+            if not any(file.exists() for file in near) and name not in ("iterator.py",):
+                missing.append(f"{path.relative_to(SOURCE)}: {name}")
+    assert not missing
+
+
+def test_a_name_is_given_once():
+    """No two classes, and no two modules, share one."""
+    assert not house.shared_names()
 
 
 def test_every_error_survives_pickling():

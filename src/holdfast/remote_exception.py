@@ -23,11 +23,11 @@ import cloudpickle
 
 from holdfast.core.host import Reply, ReplyKind
 from holdfast.errors import RemoteTraceback, SampleError, legible
-from holdfast.shm.memory import new_file
+from holdfast.shm.memory_file import new_file
 from holdfast.shm.pack import Packer
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system.evidence import Facts, Sign, facts_of
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 T = TypeVar("T")
 # Letters of a text, and of a traceback, that fit the smallest slot many times.

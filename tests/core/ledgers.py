@@ -3,14 +3,7 @@
 import signal
 
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import (
-    Booted,
-    Cause,
-    Exited,
-    Opened,
-    Place,
-    Stage,
-)
+from holdfast.core.messages import Booted, Cause, Exited, Opened, Place, Stage
 from holdfast.policy import Policy
 
 

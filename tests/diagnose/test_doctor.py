@@ -2,12 +2,12 @@
 
 import pytest
 
-from holdfast.diagnose import doctor, fitness, libraries
-from holdfast.diagnose.doctor import check_machine, size
+from holdfast.diagnose import fitness, libraries, machine_checks
 from holdfast.diagnose.fitness import Bad, Measured, Repeat, Sample, check_dataset
 from holdfast.diagnose.forecast import forecast, memory_forecast, recommend
 from holdfast.diagnose.libraries import Process, check_process, openmp_runtimes
 from holdfast.diagnose.machine import Machine, read_machine
+from holdfast.diagnose.machine_checks import check_machine, size
 from holdfast.system.cgroups import ControlGroup
 from tests.conftest import lay
 
@@ -62,7 +62,7 @@ def test_quota_and_affinity_both_count():
 
 
 def test_a_machine_without_worries_is_ok_throughout():
-    assert [check.verdict for check in check_machine(Machine(), 8)] == ["ok"] * len(doctor.ALL)
+    assert [check.verdict for check in check_machine(Machine(), 8)] == ["ok"] * len(machine_checks.ALL)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_each_worry_is_named_with_what_to_type(machine, name, verdict, words):
 
 
 def test_root_is_not_bound_by_the_process_limit():
-    check = doctor.processes(Machine(nproc=(10, 10), root=True), 8)
+    check = machine_checks.processes(Machine(nproc=(10, 10), root=True), 8)
     assert check.verdict == "ok"
 
 
@@ -111,7 +111,7 @@ def test_a_check_that_breaks_hides_no_other(monkeypatch):
     def broken(machine, workers):
         raise KeyError("oops")
 
-    monkeypatch.setattr(doctor, "ALL", (broken, doctor.memory))
+    monkeypatch.setattr(machine_checks, "ALL", (broken, machine_checks.memory))
     first, second = check_machine(Machine(), 1)
     assert (first.name, first.verdict) == ("broken", "warning") and "oops" in first.says
     assert second.name == "memory"

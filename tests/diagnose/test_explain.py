@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import explain as command
-from holdfast.diagnose.explain import CONSEQUENCES, FAMILIES, KINDS, QUOTE_CHARACTERS, QUOTED, SYSTEM, explain
+from holdfast.diagnose.foreign_logs import CONSEQUENCES, FAMILIES, KINDS, QUOTE_CHARACTERS, QUOTED, SYSTEM, explain
 from holdfast.diagnose.logs import Clue, words
 
 HERE = Path(__file__).parent

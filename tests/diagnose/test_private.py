@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import LoaderStats
-from holdfast.launch.output import Output
+from holdfast.launch.output import RankOutput
 
 SOMEBODY = 65534
 
@@ -29,7 +29,7 @@ class Dataset:
 
 def opened(folder):
     """The files for what one rank prints. What a failure leaves open is closed."""
-    output = Output(1, 1, folder, prefixed=False)
+    output = RankOutput(1, 1, folder, prefixed=False)
     try:
         output.open()
     finally:

@@ -16,7 +16,7 @@ from holdfast.remote_exception import Raised, capture
 from holdfast.system.cgroups import ControlGroup, Oom
 from holdfast.system.evidence import Evidence, Sign, View
 from holdfast.system.procfs import On
-from holdfast.system.signals import Fault, Sender
+from holdfast.system.signal_origin import Fault, Sender
 
 DEAD = Case(what=What.EXITED, worker=1, stage=Stage.FETCH, cause=Cause.SIGNAL, code=signal.SIGKILL, task=3, index=9)
 HUNG = Case(what=What.EXITED, worker=1, stage=Stage.FETCH, cause=Cause.DEADLINE, seconds=2.0, sample_timeout=2.0)

@@ -21,12 +21,12 @@ from holdfast.diagnose.incident import BadSample
 from holdfast.diagnose.report import Record, speed_of
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.launch import elastic
-from holdfast.loader.narrator import LoaderNarrator
+from holdfast.loader.loader_narrator import LoaderNarrator
 from holdfast.policy import PARSERS
 from holdfast.pool.progress import Progress
 from holdfast.system.cgroups import ControlGroup, Oom, OomWatch
 from holdfast.system.evidence import Evidence, View
-from holdfast.system.signals import Fault, Sender
+from holdfast.system.signal_origin import Fault, Sender
 from holdfast.system.snapshot import Bounds, Snapshot
 from holdfast.testing import Saboteur
 

@@ -26,7 +26,7 @@ import torch
 from holdfast import DataLoader, Policy
 from holdfast.diagnose.finding import TRAINER
 from holdfast.system import snapshot
-from holdfast.system.signals import can_note
+from holdfast.system.signal_origin import can_note
 
 from .cause_table import BY_THE_HANDLER, CAUSES, LIBRARIES, SPEED, Cause
 from .harm import ROOT, Faulty

@@ -14,10 +14,10 @@ HOLDFAST_SLOW=1.
 import os
 from dataclasses import dataclass, replace
 
-from holdfast.system import signals, snapshot
+from holdfast.system import signal_origin, snapshot
 
 # Who has the GIL is known by the compiled signal handler, or by py-spy.
-KNOWS_GIL = signals.install is not None or snapshot.find() is not None
+KNOWS_GIL = signal_origin.install is not None or snapshot.find() is not None
 
 
 @dataclass(frozen=True)

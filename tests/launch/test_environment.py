@@ -4,7 +4,7 @@ import socket
 
 from holdfast.diagnose.machine import Machine
 from holdfast.launch.attempts import HeldPort, environment_of, threads_per_rank
-from holdfast.launch.narrator import too_many
+from holdfast.launch.rank_narrator import too_many
 from holdfast.system.cgroups import ControlGroup
 
 GIB = 1 << 30

@@ -3,7 +3,7 @@
 import os
 import time
 
-from holdfast.launch.output import KEPT_LINES, LONGEST, Output
+from holdfast.launch.output import KEPT_LINES, LONGEST, RankOutput
 
 
 def pipes_of(output, rank):
@@ -14,8 +14,8 @@ def pipes_of(output, rank):
 
 
 def printed(tmp_path, *pieces, prefixed=True, rank=0, hold=False):
-    """An Output after these pieces were written to the rank's stdout; `hold`: somebody keeps the pipe open."""
-    output = Output(2, 1, tmp_path, prefixed)
+    """An RankOutput after these pieces were written to the rank's stdout; `hold`: somebody keeps the pipe open."""
+    output = RankOutput(2, 1, tmp_path, prefixed)
     output.open()
     pipes = [pipes_of(output, rank) for rank in range(2)]
     output.start()
@@ -76,7 +76,7 @@ def test_bytes_that_are_no_text_are_shown_all_the_same(tmp_path, capsys):
 
 
 def test_a_note_is_in_the_file_alone(tmp_path, capsys):
-    output = Output(1, 1, tmp_path, prefixed=False)
+    output = RankOutput(1, 1, tmp_path, prefixed=False)
     output.open()
     for fd in pipes_of(output, 0):
         os.close(fd)

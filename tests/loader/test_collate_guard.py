@@ -10,9 +10,9 @@ import torch
 import torch.utils.data._utils.collate as torch_collate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.loader.job import SlotStack
+from holdfast.loader.loader_job import SlotStack
 from holdfast.shm import pack, slot_writer
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.slot_writer import SlotSpace
 

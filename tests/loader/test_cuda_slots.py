@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from holdfast.loader.cuda_slots import MOST_BEHIND, CudaSlots
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slots import Slots, states_of, strides_for
 

@@ -11,7 +11,7 @@ from holdfast.core.messages import Finished
 from holdfast.local.protocol.wire import MAGIC, RECORD
 from holdfast.local.trainer.answers import Answers
 from holdfast.local.trainer.worker_channel import Journals, begin_life
-from holdfast.shm.memory import new_file
+from holdfast.shm.memory_file import new_file
 from tests.conftest import descriptors, free_descriptors
 
 

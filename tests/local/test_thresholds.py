@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.messages import Leave
 from holdfast.local.worker.thresholds import COPY_LEAST, Copies, Thresholds
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.system import linux
 from holdfast.system.linux import refused
 

@@ -13,7 +13,7 @@ from holdfast.local.protocol.pulse import PAGE, Pulse
 from holdfast.local.protocol.wire import ELSEWHERE, TASK
 from holdfast.local.trainer import worker_channel
 from holdfast.local.trainer.worker_channel import Journals, WorkerHandle, begin_life, exit_code, sparse_file
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE
 
 BUSY = 2

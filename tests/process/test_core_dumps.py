@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from holdfast import CachedDataset, DataLoader
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 
 # A worker with torch in it has about 150 MB; the slots' strides alone are gigabytes.
 SMALL_CORE = 600 << 20

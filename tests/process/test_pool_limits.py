@@ -7,7 +7,7 @@ import time
 import pytest
 
 from holdfast import Policy, Pool, TaskLost, TaskTimeout
-from holdfast.pool.feed import AHEAD
+from holdfast.pool.mapping import AHEAD
 
 from ..conftest import children, until
 from . import calls
@@ -183,7 +183,7 @@ def test_a_generator_is_not_drained_at_once(forked):
 
 def test_all_of_a_generator_is_run_in_the_end(tmp_path, monkeypatch):
     """Also if nobody takes the results, as with the standard library."""
-    monkeypatch.setattr("holdfast.pool.feed.AHEAD", 10)
+    monkeypatch.setattr("holdfast.pool.mapping.AHEAD", 10)
     drawn = []
     with Pool(2, mp_context="fork") as pool:
         pool.map(calls.mark, (str(tmp_path) for _ in counted(60, drawn)))

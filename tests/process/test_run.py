@@ -11,9 +11,11 @@ import time
 
 import pytest
 
-from holdfast.system import signals
+from holdfast.system import signal_origin
 
-needs_compiler = pytest.mark.skipif(signals.install is None, reason="without system/_sender.c: senders stay unknown")
+needs_compiler = pytest.mark.skipif(
+    signal_origin.install is None, reason="without system/_sender.c: senders stay unknown"
+)
 
 SCRIPT = """
 import os, signal, subprocess, sys, time

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from holdfast import DataLoader, LoaderTorn, Policy, StreamBroken
-from holdfast.loader import job
+from holdfast.loader import loader_job
 from holdfast.loader.batch_requests import BatchRequests
 from holdfast.loader.iterator import WorkerIterator
 from holdfast.loader.stream import StreamFetcher, fingerprint
@@ -342,12 +342,12 @@ def test_a_stream_that_made_more_batches_than_came_is_noticed(monkeypatch):
 
 def test_an_item_of_a_stream_that_did_not_come_is_noticed(monkeypatch):
     """At the end of the epoch the items are compared, too."""
-    send = job.LoaderJob._send
+    send = loader_job.LoaderJob._send
 
     def loses_one(self, content, *args):
         (troubles, snapshot, items, moved), batch = content
         return send(self, ((troubles, snapshot, items - 1, moved), batch[1:]), *args)
 
-    monkeypatch.setattr(job.LoaderJob, "_send", loses_one)
+    monkeypatch.setattr(loader_job.LoaderJob, "_send", loses_one)
     with pytest.raises(StreamBroken, match=r"gave 20 items by its own count, and 10 came"):
         list(DataLoader(Plain(40), batch_size=2, num_workers=2))

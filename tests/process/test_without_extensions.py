@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from holdfast import DataLoader
 from holdfast.local.protocol.pulse import PlainRecorder, new_words, recorder
 from holdfast.shm import slot_writer
-from holdfast.system.signals import can_note
+from holdfast.system.signal_origin import can_note
 
 
 class Images(Dataset):

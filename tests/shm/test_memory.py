@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.shm import memory
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm import memory_file
+from holdfast.shm.memory_file import Memory, new_file
 
 from ..interrupt import Alarm, Interrupt, handler_raises
 
@@ -43,7 +43,7 @@ def test_a_handler_that_raises_at_its_end_leaves_a_mapping_to_the_next_end(monke
     for at in itertools.count(1):
         one = mapped()
         try:
-            with handler_raises(Alarm), Interrupt(at, memory.__file__) as cut:
+            with handler_raises(Alarm), Interrupt(at, memory_file.__file__) as cut:
                 del one
         except Alarm:
             pass

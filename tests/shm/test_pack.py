@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from holdfast.shm import pack
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.loader.job import SlotStack
+from holdfast.loader.loader_job import SlotStack
 from holdfast.shm import slot_writer
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_writer import MOST_MADE, STREAMED, Full, SlotSpace, stack_arrays, stack_tensors
 
 SIZE = 8 << 20

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_claims import SlotClaims
 from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, stride_for, strides_for
 

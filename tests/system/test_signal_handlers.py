@@ -5,7 +5,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from holdfast.system.signals import warn
+from holdfast.system.signal_origin import warn
 
 from .. import interrupt
 from ..interrupt import PACKAGE, Alarm, Interrupt, handler_raises

@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from holdfast.shm.memory import Memory, new_file
-from holdfast.system import signals
-from holdfast.system.signals import Sender, SenderNote
+from holdfast.shm.memory_file import Memory, new_file
+from holdfast.system import signal_origin
+from holdfast.system.signal_origin import Sender, SenderNote
 
 from ..conftest import until
 
-pytestmark = pytest.mark.skipif(signals.install is None, reason="without system/_sender.c: senders stay unknown")
+pytestmark = pytest.mark.skipif(signal_origin.install is None, reason="without system/_sender.c: senders stay unknown")
 
 CHILD = """
 import os, signal, sys, time
-from holdfast.system.signals import SenderNote
-from holdfast.shm.memory import Memory, new_file
+from holdfast.system.signal_origin import SenderNote
+from holdfast.shm.memory_file import Memory, new_file
 memory = Memory(new_file("note", 4096), 4096)
 note = SenderNote(memory, 0, 4096)
 got = []

@@ -23,11 +23,11 @@ import torch.utils.data
 
 from holdfast.cli import show
 from holdfast.cli.apart import Died, Say, apart
-from holdfast.diagnose.doctor import Check, check_machine
 from holdfast.diagnose.fitness import Measured, check_dataset, percentile
 from holdfast.diagnose.forecast import Forecast, Setting, forecast, memory_forecast, recommend
 from holdfast.diagnose.libraries import check_process, native_threads, open_files, read_process
 from holdfast.diagnose.machine import Machine, read_machine
+from holdfast.diagnose.machine_checks import Check, check_machine
 from holdfast.errors import legible
 from holdfast.loader.probe import probe
 from holdfast.pool.progress import is_terminal

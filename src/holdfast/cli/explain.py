@@ -1,6 +1,7 @@
 """Say what a log or a traceback of any program means, or show the page of a finding.
 
-A file, standard input or the name of a finding comes in; text or JSON goes out. diagnose/explain.py has the knowledge.
+A file, standard input or the name of a finding comes in; text or JSON goes out. diagnose/foreign_logs.py knows the
+lines.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from holdfast.cli import show
-from holdfast.diagnose.explain import KINDS, Explained, explain
+from holdfast.diagnose.foreign_logs import KINDS, Explained, explain
 
 WIDTH = 110  # wide enough for a log line, narrow enough for a terminal beside an editor
 LABEL = 11  # as wide as "    seen   ", so that the text behind all labels stands in one column

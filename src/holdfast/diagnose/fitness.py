@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from holdfast.diagnose.doctor import Check, size
+from holdfast.diagnose.machine_checks import Check, size
 
 # Fewer samples in one worker's life say nothing of growth.
 _ENOUGH = 12

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.diagnose.doctor import Check, size
 from holdfast.diagnose.fitness import Measured, duration, percentile
 from holdfast.diagnose.machine import Machine
+from holdfast.diagnose.machine_checks import Check, size
 
 # torch's own default.
 PREFETCH = 2

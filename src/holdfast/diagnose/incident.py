@@ -18,7 +18,7 @@ from holdfast.system.snapshot import Snapshot
 
 # Letters of a text, and of a stack, in an incident: an exception may have megabytes, and incidents are kept and logged.
 TEXT, _STACK = 4000, 40_000
-_OUR_FRAMES = ("/holdfast/loader/job.py", "/holdfast/pool/job.py", "/holdfast/local/worker/loop.py")
+_OUR_FRAMES = ("/holdfast/loader/loader_job.py", "/holdfast/pool/pool_job.py", "/holdfast/local/worker/worker_loop.py")
 # Findings of which what it had is a part.
 _ABOUT = frozenset(("unknown", "descriptors-exhausted", "cannot-start-process"))
 # From this share of a limit on, code that was refused something may well end its process for it.

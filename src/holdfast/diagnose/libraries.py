@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from holdfast.diagnose.doctor import Check
+from holdfast.diagnose.machine_checks import Check
 
 # Wheels that all install the one package cv2: the last one wins, and uninstalling one breaks the others.
 _OPENCV = ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless")

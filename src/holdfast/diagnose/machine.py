@@ -1,4 +1,4 @@
-"""What this machine grants a training run: limits, cgroups, memory, processors. Read once, judged in doctor.py.
+"""What this machine grants a training run: limits, cgroups, memory, processors. Read once, judged in machine_checks.py.
 
 Everything is read below one root, so that a test can lay out a machine as a tree of files. A value of None means
 unlimited, or not to be found. Nothing here has an opinion.

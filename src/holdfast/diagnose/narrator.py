@@ -15,7 +15,7 @@ from holdfast.diagnose.report import Record
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised
 from holdfast.system.evidence import Evidence
-from holdfast.system.signals import warn
+from holdfast.system.signal_origin import warn
 
 
 class Narrator:

@@ -23,7 +23,7 @@ import cloudpickle
 
 from holdfast.diagnose.stats import Stats, to_dict
 from holdfast.remote_exception import shown, text_of
-from holdfast.system.signals import raised_by_handler, warn
+from holdfast.system.signal_origin import raised_by_handler, warn
 
 # A larger dataset is not written: `holdfast repro --dataset module:name` makes it again.
 MOST_BYTES = 64 << 20

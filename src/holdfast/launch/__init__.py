@@ -7,7 +7,7 @@ rank_process   how a rank's process starts, by each start method, and how it is 
 output         what ranks print: shown live, in files, and the last lines
 rank_life      what the trainer holds of one rank: its process, its last words, the evidence of its end
 rank_group     one attempt: all ranks started, watched and stopped
-narrator       what the user is told: findings, incidents and errors about ranks
+rank_narrator  what the user is told: findings, incidents and errors about ranks
 attempts       spawn itself, what it gives back, the environment of a rank, and one attempt after another
 elastic        under torchrun: error files with our findings, also for a rank that was killed
 

@@ -20,16 +20,16 @@ from torch.multiprocessing.spawn import ProcessContext
 from holdfast.diagnose.machine import Machine, read_machine
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.launch.cause import RootCause
-from holdfast.launch.narrator import FailedAttempt, too_many
-from holdfast.launch.output import Output
+from holdfast.launch.output import RankOutput
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_main import ShippedFunction
+from holdfast.launch.rank_narrator import FailedAttempt, too_many
 from holdfast.policy import Policy
 from holdfast.shm import forks
 from holdfast.system.cgroups import growth_bytes
 from holdfast.system.evidence import facts_of
 from holdfast.system.linux import resident_bytes
-from holdfast.system.signals import warn
+from holdfast.system.signal_origin import warn
 
 log = logging.getLogger("holdfast")
 # The grace period after Ctrl-C: somebody is waiting at the terminal. A second Ctrl-C kills at once.
@@ -222,7 +222,7 @@ class Ranks(ProcessContext):
     # Attempts ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        output = Output(self._nprocs, self.attempt, self._log_dir, prefixed=self._nprocs > 1)
+        output = RankOutput(self._nprocs, self.attempt, self._log_dir, prefixed=self._nprocs > 1)
         self._group = group = RankGroup(output)
         threads = threads_per_rank(self._nprocs, self._machine.cpus)
         chosen = THREADS in os.environ

@@ -27,15 +27,15 @@ from holdfast.core.messages import Cause, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.errors import legible
 from holdfast.launch.cause import EndKind, RankEnd, kind_of
-from holdfast.launch.narrator import ending, finding_of
 from holdfast.launch.rank_main import ENTERED, PAGE, note_senders
+from holdfast.launch.rank_narrator import ending, finding_of
 from holdfast.local.trainer.keeper_birth import be, flush_output
 from holdfast.remote_exception import capture
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.system import linux, procfs
 from holdfast.system.cgroups import LOOK_S, OomWatch
 from holdfast.system.evidence import Evidence, at_death
-from holdfast.system.signals import SenderNote
+from holdfast.system.signal_origin import SenderNote
 
 # More than torchrun's agent takes to notice a death (0.1 s), also on a busy machine.
 ECHO_S = 10

@@ -36,7 +36,7 @@ class _Stream:
         self.pending = b""
 
 
-class Output:
+class RankOutput:
     """What all ranks of one attempt print. `prefixed`: "[rank 3] " stands before each line. Call `open` first."""
 
     def __init__(self, nprocs: int, attempt: int, log_dir: str | os.PathLike[str] | None, prefixed: bool) -> None:

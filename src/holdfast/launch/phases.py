@@ -16,7 +16,7 @@ STOP_S = 30.0
 KILLED_S = 5.0
 
 
-class Phase(Enum):
+class GroupPhase(Enum):
     """What happens to the ranks of one attempt."""
 
     RUNNING = auto()
@@ -34,20 +34,20 @@ class Phase(Enum):
 
 
 # All moves there are. Every phase may end early, because all ranks have ended.
-MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.RUNNING: frozenset((Phase.LAST_CALL, Phase.INTERRUPTED, Phase.OVER)),
-    Phase.LAST_CALL: frozenset((Phase.INTERRUPTED, Phase.STOPPING, Phase.OVER)),
-    Phase.INTERRUPTED: frozenset((Phase.STOPPING, Phase.OVER)),
-    Phase.STOPPING: frozenset((Phase.KILLING, Phase.OVER)),
-    Phase.KILLING: frozenset((Phase.OVER,)),
-    Phase.OVER: frozenset(),
+MOVES: dict[GroupPhase, frozenset[GroupPhase]] = {
+    GroupPhase.RUNNING: frozenset((GroupPhase.LAST_CALL, GroupPhase.INTERRUPTED, GroupPhase.OVER)),
+    GroupPhase.LAST_CALL: frozenset((GroupPhase.INTERRUPTED, GroupPhase.STOPPING, GroupPhase.OVER)),
+    GroupPhase.INTERRUPTED: frozenset((GroupPhase.STOPPING, GroupPhase.OVER)),
+    GroupPhase.STOPPING: frozenset((GroupPhase.KILLING, GroupPhase.OVER)),
+    GroupPhase.KILLING: frozenset((GroupPhase.OVER,)),
+    GroupPhase.OVER: frozenset(),
 }
 # What follows when the time of a phase is up.
 _NEXT = {
-    Phase.LAST_CALL: Phase.STOPPING,
-    Phase.INTERRUPTED: Phase.STOPPING,
-    Phase.STOPPING: Phase.KILLING,
-    Phase.KILLING: Phase.OVER,
+    GroupPhase.LAST_CALL: GroupPhase.STOPPING,
+    GroupPhase.INTERRUPTED: GroupPhase.STOPPING,
+    GroupPhase.STOPPING: GroupPhase.KILLING,
+    GroupPhase.KILLING: GroupPhase.OVER,
 }
 
 
@@ -55,10 +55,10 @@ class GroupPhases:
     """The present phase of one attempt, and since when. Times are monotonic, in seconds."""
 
     def __init__(self) -> None:
-        self.phase = Phase.RUNNING
+        self.phase = GroupPhase.RUNNING
         self._since = 0.0
 
-    def move(self, to: Phase, now: float) -> None:
+    def move(self, to: GroupPhase, now: float) -> None:
         """Begin this phase."""
         assert to in MOVES[self.phase], f"no move leads from {self.phase.name} to {to.name}"
         self.phase, self._since = to, now
@@ -66,25 +66,25 @@ class GroupPhases:
     def deadline(self, grace_s: float | None) -> float | None:
         """When the time of the present phase is up; None: never. `grace_s`: the caller's own grace period, if any."""
         match self.phase:
-            case Phase.RUNNING | Phase.OVER:
+            case GroupPhase.RUNNING | GroupPhase.OVER:
                 return None
-            case Phase.LAST_CALL:
+            case GroupPhase.LAST_CALL:
                 seconds = LAST_CALL_S if grace_s is None else grace_s
-            case Phase.INTERRUPTED:
+            case GroupPhase.INTERRUPTED:
                 seconds = min(LAST_CALL_S, grace_s or 0.0)
-            case Phase.STOPPING:
+            case GroupPhase.STOPPING:
                 seconds = STOP_S if grace_s is None else grace_s
-            case Phase.KILLING:
+            case GroupPhase.KILLING:
                 seconds = KILLED_S
         return self._since + seconds
 
-    def advance(self, now: float, *, failed: bool, unwanted: bool, grace_s: float | None) -> Phase | None:
+    def advance(self, now: float, *, failed: bool, unwanted: bool, grace_s: float | None) -> GroupPhase | None:
         """The phase that begins now, or None. `failed`: some rank has failed. `unwanted`: nobody wants the ranks."""
         deadline = self.deadline(grace_s)
-        if unwanted and Phase.INTERRUPTED in MOVES[self.phase]:
-            to = Phase.INTERRUPTED
-        elif failed and self.phase is Phase.RUNNING:
-            to = Phase.LAST_CALL
+        if unwanted and GroupPhase.INTERRUPTED in MOVES[self.phase]:
+            to = GroupPhase.INTERRUPTED
+        elif failed and self.phase is GroupPhase.RUNNING:
+            to = GroupPhase.LAST_CALL
         elif deadline is not None and now >= deadline:
             to = _NEXT[self.phase]
         else:

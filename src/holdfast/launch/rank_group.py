@@ -17,16 +17,16 @@ from typing import Any
 
 from holdfast.launch import rank_process
 from holdfast.launch.cause import EndKind, RootCause, judge, kind_of
-from holdfast.launch.output import Output
-from holdfast.launch.phases import KILLED_S, GroupPhases, Phase
+from holdfast.launch.output import RankOutput
+from holdfast.launch.phases import KILLED_S, GroupPhase, GroupPhases
 from holdfast.launch.rank_life import Rank
 from holdfast.launch.rank_main import ENTERED, PAGE, Descriptors, RankSetup, ShippedFunction
 from holdfast.launch.rank_process import close_all
 from holdfast.shm import forks
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
-from holdfast.system.signals import SenderNote
+from holdfast.system.signal_origin import SenderNote
 
 log = logging.getLogger("holdfast")
 # How often memory is looked at.
@@ -40,7 +40,7 @@ class RankGroup:
     may come between two lines.
     """
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: RankOutput) -> None:
         self.output = output
         self.ranks: list[Rank] = []
         self.grace_s: float | None = None
@@ -145,7 +145,7 @@ class RankGroup:
         """Watch until all have ended; gives the cause."""
         try:
             self.output.start()
-            while self._advance() is not Phase.OVER:
+            while self._advance() is not GroupPhase.OVER:
                 self._step()
             for rank in self.ranks:
                 if rank.last_words is not None and rank.last_words.raised is not None:
@@ -190,20 +190,20 @@ class RankGroup:
         deadline = self._phases.deadline(self.grace_s)
         return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
 
-    def _advance(self) -> Phase:
+    def _advance(self) -> GroupPhase:
         """The present phase. If it begins now, this sends its signals."""
         now, living = time.monotonic(), [rank for rank in self.ranks if rank.code is None]
         if not living:
-            self._phases.move(Phase.OVER, now)
-            return Phase.OVER
+            self._phases.move(GroupPhase.OVER, now)
+            return GroupPhase.OVER
         failed = any(rank.failed for rank in self.ranks)
         begun = self._phases.advance(now, failed=failed, unwanted=self._unwanted, grace_s=self.grace_s)
-        if begun is Phase.STOPPING:
+        if begun is GroupPhase.STOPPING:
             for rank in living:
                 if rank.last_words is None or rank.last_words.what != "done":  # else it has returned, and is ending
                     log.warning("Terminating process %d via signal SIGTERM (rank %d)", rank.pid, rank.number)
                     rank.terminate()
-        elif begun is Phase.KILLING:
+        elif begun is GroupPhase.KILLING:
             for rank in living:
                 log.warning("Process %d ignored SIGTERM; sending SIGKILL (rank %d)", rank.pid, rank.number)
                 rank.dump()

@@ -10,11 +10,11 @@ from typing import Any
 
 from holdfast.launch.cause import RankEnd
 from holdfast.launch.rank_main import ENTERED, HEAD, LastWords
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
 from holdfast.system.evidence import Evidence, at_death
-from holdfast.system.signals import SenderNote
+from holdfast.system.signal_origin import SenderNote
 
 # How many readings of its memory are kept.
 SERIES = 8

@@ -28,10 +28,10 @@ import cloudpickle
 from holdfast.errors import CannotSend
 from holdfast.local.trainer.keeper_birth import Surroundings
 from holdfast.remote_exception import Raised, capture, text_of
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.pack import main_is_importable
 from holdfast.system import linux
-from holdfast.system.signals import SenderNote
+from holdfast.system.signal_origin import SenderNote
 
 # A page in which the rank notes who sent it a signal. Its last byte is 1 once the rank has reached our code.
 PAGE = 4096

@@ -27,7 +27,7 @@ from holdfast.launch.rank_main import RankSetup, ShippedFunction, run_rank
 from holdfast.local.trainer.keeper_birth import preload
 from holdfast.shm.pack import main_is_importable
 from holdfast.system import linux
-from holdfast.system.signals import LoggingFree, raised_by_handler
+from holdfast.system.signal_origin import LoggingFree, raised_by_handler
 
 # The pause between two looks where no descriptor wakes the thread.
 LOOK_S = 0.005

@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.slots import Slots
 
 # A larger batch in a registered slot makes room for one larger still: batches of varying length shall not be

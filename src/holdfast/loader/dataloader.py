@@ -15,7 +15,7 @@ from holdfast.diagnose.stats import to_dict
 from holdfast.loader.device import checked
 from holdfast.loader.inline import InlineIterator
 from holdfast.loader.iterator import InheritedIterator, WorkerIterator
-from holdfast.loader.narrator import totals
+from holdfast.loader.loader_narrator import totals
 from holdfast.policy import Policy
 from holdfast.system.cgroups import usable_cpus
 

@@ -29,7 +29,7 @@ from holdfast.loader.tree import kept, mapped, moved, tensors_of
 from holdfast.shm.pack import SMALL
 from holdfast.shm.slot_writer import ALIGN
 from holdfast.shm.slots import SlotResult
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 # Batches on the device before their turn: one is enough to hide the copy of even steps, two that of uneven ones.
 AHEAD = 2

@@ -22,7 +22,7 @@ from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture, text_of
 from holdfast.system.evidence import Facts, facts_of
 from holdfast.system.linux import refused
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _FETCH, _COLLATE = Stage.FETCH, Stage.COLLATE

@@ -16,11 +16,11 @@ from holdfast.loader.batch_requests import Spares, lasting
 from holdfast.loader.device import Unpacked, checked, present
 from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, bad_of
 from holdfast.loader.interruptible_next import InterruptibleNext
-from holdfast.loader.narrator import LoaderNarrator
+from holdfast.loader.loader_narrator import LoaderNarrator
 from holdfast.loader.stream import StreamFetcher
 from holdfast.loader.tree import moved
 from holdfast.policy import Policy
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 __all__ = ["InlineIterator"]
 

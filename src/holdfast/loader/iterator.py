@@ -28,9 +28,9 @@ from holdfast.loader import seeds
 from holdfast.loader.batch_requests import BatchRequests, fewer_items, missing, short
 from holdfast.loader.device import Unpacked, checked, way_to
 from holdfast.loader.interruptible_next import InterruptibleNext
-from holdfast.loader.job import LoaderJob, Recipe
+from holdfast.loader.loader_job import LoaderJob, Recipe
+from holdfast.loader.loader_narrator import LoaderNarrator, totals
 from holdfast.loader.measure import large_parts
-from holdfast.loader.narrator import LoaderNarrator, totals
 from holdfast.loader.stream import Moved, Snapshot
 from holdfast.loader.tree import moved
 from holdfast.local.trainer.local_host import LocalHost
@@ -38,7 +38,7 @@ from holdfast.policy import Policy
 from holdfast.remote_exception import Raised
 from holdfast.shm import forks
 from holdfast.system.cgroups import growth_bytes, usable_cpus
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 # A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
 MOST_PER_WORKER = 1000

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from holdfast.diagnose.fitness import Sample
 from holdfast.remote_exception import text_of
 from holdfast.system import linux
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 # smaps_rollup takes milliseconds: it is read with each so many samples.
 _PRIVATE_EVERY = 8

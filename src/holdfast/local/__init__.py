@@ -4,12 +4,12 @@ protocol/   what they say to each other
   wire             messages
   pulse            the flight recorder: a shared page per worker
 worker/     what runs in a worker
-  loop             its whole life
+  worker_loop      its whole life
   thresholds       when it has taken so much that it makes room for a fresh one
 keeper/     what runs in the keeper
-  loop             orders in, facts out
+  keeper_loop      orders in, facts out; how a death is read: signal, exit, deadline
   fork_worker      how a worker comes to be
-  worker_life      what is known of one
+  worker_life      what is known of one; how long it may be silent
   worker_watch     the tick: memory, descriptors, silence; a closer look at a worker that hangs
   memory_budget    how many workers fit into memory
 trainer/    what runs in the trainer

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.pack import Packer, main_is_importable, unpack
 from holdfast.shm.slot_writer import ALIGN, FileSpace
 

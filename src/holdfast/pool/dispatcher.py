@@ -25,7 +25,7 @@ from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken
 from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.call_codec import LetterWriter
-from holdfast.pool.narrator import PoolNarrator, stats_of
+from holdfast.pool.pool_narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import PoolWatch
 from holdfast.pool.settle import Settler
 from holdfast.shm import forks

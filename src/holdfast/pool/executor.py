@@ -28,9 +28,9 @@ from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
 from holdfast.pool.call_codec import LetterWriter, MainModule
 from holdfast.pool.dispatcher import Dispatcher
-from holdfast.pool.feed import Feed, ahead_of, chunks_of, length_of
-from holdfast.pool.job import PoolJob
-from holdfast.pool.narrator import PoolNarrator, stats_of
+from holdfast.pool.mapping import Feed, ahead_of, chunks_of, length_of
+from holdfast.pool.pool_job import PoolJob
+from holdfast.pool.pool_narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import Show, Tracker
 from holdfast.shm import forks
 from holdfast.system.cgroups import growth_bytes
@@ -300,7 +300,7 @@ class Pool(Executor):
             dispatcher.kill()
             dispatcher.join()
 
-    # A worker notes SIGTERM and goes on, see local/worker/loop.py: there is no milder way.
+    # A worker notes SIGTERM and goes on, see local/worker/worker_loop.py: there is no milder way.
     terminate_workers = kill_workers
 
     # What happened -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from holdfast.diagnose.run_folder import TOTALS_S, RunFolder
 from holdfast.diagnose.stats import PoolStats
-from holdfast.system.signals import raised_by_handler
+from holdfast.system.signal_origin import raised_by_handler
 
 log = logging.getLogger("holdfast")
 # Seconds between two looks: at a terminal, in a log file, and for a function.

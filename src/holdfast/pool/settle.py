@@ -8,9 +8,9 @@ from typing import Any, cast
 from holdfast.core.host import Host, Result
 from holdfast.core.messages import Cause, Lost
 from holdfast.pool.call import Call
-from holdfast.pool.chunk import UNOPENED, ItemFailed, ItemOutcome, Part, left_by, unfold
-from holdfast.pool.job import CallFailure
-from holdfast.pool.narrator import PoolNarrator
+from holdfast.pool.mapping import UNOPENED, ItemFailed, ItemOutcome, Part, left_by, unfold
+from holdfast.pool.pool_job import CallFailure
+from holdfast.pool.pool_narrator import PoolNarrator
 from holdfast.shm.pack import unpack
 
 # Where it was noted what the worker was on before it was killed: it may have gone on meanwhile.

@@ -1,6 +1,6 @@
 """SharedFile: memory that many processes see, parts of which one of them at a time may claim.
 
-Forked children inherit the memory file (see memory.py); a pickled *address* leads other processes to it. A process
+Forked children inherit the memory file (see memory_file.py); a pickled *address* leads other processes to it. A process
 claims a part before it writes there. Nobody waits: the kernel grants a claim at once or refuses it. A claim is a record
 lock on one byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel
 releases it when the process is gone, however it went. Two copies in one process exclude each other, and closing some
@@ -29,7 +29,7 @@ import threading
 import weakref
 from typing import NamedTuple
 
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 
 # Processes that are counted apart. One more than these counts for itself only.
 SEATS = 256

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from holdfast.errors import WrongProcess
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.slot_writer import HUGE, SlotSpace
 from holdfast.shm.slots import CLAIMED, FREE, slot_view, states_of
 

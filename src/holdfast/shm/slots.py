@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.pack import SMALL, unpack
 
 # Address space for one life. 64 TiB hold 256 lives; the strides come from it.

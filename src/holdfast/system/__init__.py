@@ -5,7 +5,7 @@ procfs            what /proc tells of a process
 cgroups           limits and counters of control groups, and the kernel's counters of kills for memory
 evidence          facts taken at the moment of an incident
 snapshot          what a process has open; a second opinion on one that hangs (py-spy)
-signals           who sent a signal, and which handler raised
+signal_origin     who sent a signal, and which handler raised
 redact            command lines without their secrets
 secret_patterns   what secrets look like
 """

@@ -5,7 +5,7 @@ Python's own handlers do not see siginfo, and `sigwaitinfo` needs the signal blo
 code starts would inherit. The sender's command line is read here, inside the handler, because a `kill` is gone a
 moment later. Only calls that are allowed in a signal handler are made.
 
-Optional: without a compiler the report says "sender unknown", see system/signals.py. */
+Optional: without a compiler the report says "sender unknown", see system/signal_origin.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,7 +19,7 @@ Optional: without a compiler the report says "sender unknown", see system/signal
 #define LEVELS 6    /* the sender, its parent, and so on */
 #define COMMAND 300 /* bytes of a command line */
 
-/* As system/signals.py reads it. */
+/* As system/signal_origin.py reads it. */
 struct note {
     int64_t serial; /* raised last: then the rest is whole */
     int64_t number, pid, uid, code, length, address;

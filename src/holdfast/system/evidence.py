@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from holdfast.errors import StreamBroken
 from holdfast.system import linux, procfs
 from holdfast.system.cgroups import ControlGroup, Oom, OomWatch, group_of
-from holdfast.system.signals import Fault, Sender
+from holdfast.system.signal_origin import Fault, Sender
 from holdfast.system.snapshot import Bounds, Snapshot
 
 _FULL = 1 << 20

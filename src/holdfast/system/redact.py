@@ -128,7 +128,7 @@ def _options() -> dict[str, _Options]:
     }
 
 
-class _Place:
+class _Shell:
     """Whose the words are that come: the last program's, as far as the shell's signs go."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Place:
 def _hide_values(words: Sequence[str]) -> list[str]:
     """Values of options, by the names of these and by the program that they belong to."""
     shown: list[str] = []
-    place, at = _Place(), 0
+    place, at = _Shell(), 0
     while at < len(words):
         word, options = words[at], place.options
         at += 1

@@ -1,4 +1,4 @@
-"""A clue: what a line looks like, and what it means. The families are tables of these; explain.py asks them."""
+"""A clue: what a line looks like, and what it means. The families are tables of these; foreign_logs.py asks them."""
 
 import re
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from holdfast.diagnose.finding import TRAINER, Case, Confidence, Finding
 from holdfast.diagnose.rules.resources import memory_seen
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
-from holdfast.system.signals import Sender
+from holdfast.system.signal_origin import Sender
 
 # The worker never came up.
 

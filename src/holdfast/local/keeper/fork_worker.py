@@ -18,7 +18,7 @@ from holdfast.local.keeper.memory_budget import MemoryBudget
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
 from holdfast.local.protocol.pulse import Pulse
 from holdfast.local.protocol.wire import DESCRIPTORS, StartLife
-from holdfast.local.worker.loop import Wiring, WorkerLoop
+from holdfast.local.worker.worker_loop import Wiring, WorkerLoop
 from holdfast.shm.slot_writer import SlotSpace
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch

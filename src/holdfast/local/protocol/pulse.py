@@ -10,21 +10,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdfast.core.host import (
-    ALLOWED,
-    BASE,
-    JOB_WORDS,
-    JOURNALLED,
-    POSITION,
-    SAMPLES,
-    SINCE,
-    SPARE,
-    STAGE,
-    Recorder,
-)
+from holdfast.core.host import ALLOWED, BASE, JOB_WORDS, JOURNALLED, POSITION, SAMPLES, SINCE, SPARE, STAGE, Recorder
 from holdfast.core.messages import Place, Stage
-from holdfast.shm.memory import Memory
-from holdfast.system.signals import SenderNote
+from holdfast.shm.memory_file import Memory
+from holdfast.system.signal_origin import SenderNote
 
 PAGE = 4096
 LIFE, TASK, DUMPABLE, TASKS, SIGNALS, LAST_SIGNAL, FLOOR = range(JOB_WORDS, JOB_WORDS + 7)
@@ -33,7 +22,7 @@ ASKED, LEAVING, MEMORY, PEAK, FILES, BUSY_NS, BYTES, WANTED = range(FLOOR + 1, F
 FIELDS = WANTED + 1
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
-# From here on in the page: who sent the last signal, see system/signals.py.
+# From here on in the page: who sent the last signal, see system/signal_origin.py.
 _SENDER_AT = 1024
 
 

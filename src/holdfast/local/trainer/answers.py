@@ -15,7 +15,7 @@ from holdfast.core.messages import Booted, BootFailed, Event, Exhausted, Finishe
 from holdfast.errors import HoldfastError
 from holdfast.local.protocol.wire import MAGIC, RECORD
 from holdfast.local.trainer.worker_channel import Journals, WorkerChannel
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.slots import SlotResult
 
 _BATCH, _ERROR = MAGIC | ReplyKind.BATCH, MAGIC | ReplyKind.ERROR

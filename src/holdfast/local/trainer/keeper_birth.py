@@ -25,14 +25,14 @@ from typing import Any, NoReturn
 
 from holdfast.core.host import Job, JobContext, Reply
 from holdfast.local.keeper.fork_worker import KeeperOrders
-from holdfast.local.keeper.loop import Keeper, note_signals_only
+from holdfast.local.keeper.keeper_loop import Keeper, note_signals_only
 from holdfast.local.keeper.memory_budget import MemoryBudget
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.pack import Packer, true_main, unpack
 from holdfast.shm.slot_writer import FileSpace, SlotSpace
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
-from holdfast.system.signals import LoggingFree
+from holdfast.system.signal_origin import LoggingFree
 
 _LIMITS = (
     resource.RLIMIT_FSIZE,

@@ -43,7 +43,7 @@ from holdfast.local.trainer.worker_channel import (
     exit_code,
 )
 from holdfast.shm import forks
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_writer import SlotSpace
 from holdfast.shm.slots import Gate
 from holdfast.system import linux, procfs

@@ -15,10 +15,10 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.system import linux
 from holdfast.system.evidence import Evidence, worlds
-from holdfast.system.signals import SenderNote, can_note
+from holdfast.system.signal_origin import SenderNote, can_note
 
 _SIZE = 4096
 # Where there is no pidfd, the trainer's end is noticed this late.

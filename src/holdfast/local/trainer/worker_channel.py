@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.local.protocol.pulse import Pulse
 from holdfast.local.protocol.wire import ELSEWHERE, TASK, StartLife
 from holdfast.shm import forks
-from holdfast.shm.memory import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_writer import FileSpace
 from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE, Gate, Slots, stride_for, strides_for
 from holdfast.system import linux

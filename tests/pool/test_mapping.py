@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.core.host import JOURNAL_BYTES, JOURNALLED, ReplyKind
 from holdfast.local.protocol.pulse import FIELDS
-from holdfast.pool.chunk import Results, left_by, unfold
-from holdfast.shm.memory import Memory
+from holdfast.pool.mapping import Results, left_by, unfold
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.pack import Packer
 from holdfast.shm.slot_writer import SlotSpace
 

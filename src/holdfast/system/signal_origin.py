@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
 
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.system.redact import mask
 
 try:

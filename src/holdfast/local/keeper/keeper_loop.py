@@ -36,11 +36,11 @@ from holdfast.local.protocol.wire import (
     StopAll,
     decode,
 )
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.slot_writer import SlotSpace
 from holdfast.system import linux
 from holdfast.system.evidence import Evidence, at_death, worlds
-from holdfast.system.signals import CRASH_SIGNALS, SenderNote
+from holdfast.system.signal_origin import CRASH_SIGNALS, SenderNote
 from holdfast.system.snapshot import Bounds, PySpy, bounds_of
 
 # At the end of all, workers that could not start get this long to leave by themselves: what an initializer has logged

@@ -14,7 +14,7 @@ from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout
 from holdfast.policy import Policy
 from holdfast.pool.call import Call
-from holdfast.pool.job import CallFailure
+from holdfast.pool.pool_job import CallFailure
 from holdfast.remote_exception import Raised, rebuild, text_of, to_raise, told
 
 _COUNTS = ("submitted", "done", "raised", "lost", "cancelled", "retries", "restarts")

@@ -29,7 +29,7 @@ from holdfast.loader.stream import WHOLE, Left, Moved, Place, StreamFetcher, Sur
 from holdfast.loader.tree import explain_unsendable
 from holdfast.policy import Policy
 from holdfast.remote_exception import error_reply
-from holdfast.shm.memory import new_file
+from holdfast.shm.memory_file import new_file
 from holdfast.shm.pack import Packer
 from holdfast.shm.slot_writer import TORCH_TWIN, FileSpace, Full, SlotSpace, stack_arrays, stack_tensors
 

@@ -17,9 +17,9 @@ import torch
 from holdfast.core.host import ALLOWED, RETRIES, JobContext, Output, Reply, ReplyKind
 from holdfast.core.messages import Stage
 from holdfast.pool.call_codec import Head, head_of, open_letter
-from holdfast.pool.chunk import UNOPENED, Results
+from holdfast.pool.mapping import UNOPENED, Results
 from holdfast.remote_exception import Raised, capture, error_reply
-from holdfast.shm.memory import new_file
+from holdfast.shm.memory_file import new_file
 from holdfast.shm.pack import Packer, main_is_importable
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system import linux
@@ -110,7 +110,7 @@ class PoolJob:
         time.sleep(self._retry_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
 
     def _run_chunk(self, head: Head, payload: memoryview, space: SlotSpace) -> Reply:
-        """Each item has its own time, its own attempts and its own outcome. See pool/chunk.py."""
+        """Each item has its own time, its own attempts and its own outcome. See pool/mapping.py."""
         pulse = self._context
         pulse.words[ALLOWED] = head.allowed_ns
         pulse.enter(Stage.FETCH, UNOPENED)

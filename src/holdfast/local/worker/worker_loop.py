@@ -34,13 +34,13 @@ from holdfast.local.protocol.pulse import (
 from holdfast.local.protocol.wire import ELSEWHERE, MAGIC, RECORD
 from holdfast.local.protocol.wire import TASK as TASK_RECORD
 from holdfast.local.worker.thresholds import Thresholds
-from holdfast.shm.memory import Memory
+from holdfast.shm.memory_file import Memory
 from holdfast.shm.pack import Packer
 from holdfast.shm.slot_claims import NO_SLOT, SlotClaims
 from holdfast.shm.slot_writer import Full, SlotSpace
 from holdfast.shm.slots import slot_view, strides_for
 from holdfast.system import linux
-from holdfast.system.signals import CRASH_SIGNALS, note_gil
+from holdfast.system.signal_origin import CRASH_SIGNALS, note_gil
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
 _IDLE = Stage.IDLE
