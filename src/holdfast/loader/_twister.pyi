@@ -1,3 +1,0 @@
-from typing import Any
-
-def fill(random: Any, seed: int, /) -> None: ...
