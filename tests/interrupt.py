@@ -94,6 +94,7 @@ class Interrupt:
         self._taken = taken()
         self._token = _Token()
         self._ref = weakref.ref(self._token, _trip)
+        sys._getframe().f_trace_opcodes = True  # settrace of Python 3.12 asks whether any frame wants opcodes
         sys.settrace(self._trace)
         return self
 
