@@ -12,7 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from holdfast import DataLoader
 
-from .cuda import (  # noqa: F401  (two of them are fixtures that each test here uses)
+from .data import Images, Numbers
+from .on_cuda import (  # noqa: F401  (two of them are fixtures that each test here uses)
     SIDE,
     Mixed,
     boxed,
@@ -25,7 +26,6 @@ from .cuda import (  # noqa: F401  (two of them are fixtures that each test here
     registered,
     what_is_held_is_let_go,
 )
-from .data import Images, Numbers
 
 pytestmark = needs_cuda
 

@@ -16,7 +16,8 @@ from holdfast.loader import device as ferrying
 from holdfast.loader.cuda_slots import CudaSlots, Driver, gate
 
 from ..conftest import mappings
-from .cuda import (  # noqa: F401  (two of them are fixtures that each test here uses)
+from .data import Images
+from .on_cuda import (  # noqa: F401  (two of them are fixtures that each test here uses)
     SIDE,
     Mixed,
     busy,
@@ -26,7 +27,6 @@ from .cuda import (  # noqa: F401  (two of them are fixtures that each test here
     needs_cuda,
     what_is_held_is_let_go,
 )
-from .data import Images
 
 pytestmark = needs_cuda
 
