@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,3 +55,26 @@ def test_a_handler_that_raises_at_its_end_leaves_a_mapping_to_the_next_end(monke
         if cut.seen < at:
             break
     assert at > 10
+
+
+LATE = """
+import atexit, ctypes, sys
+from holdfast.shm.memory_file import Memory, new_file
+
+class Late:
+    def __init__(self, address):
+        self.address, self.read = address, ctypes.string_at
+
+    def __del__(self):
+        self.read(self.address, 1)
+
+memory = Memory(new_file("late", 4096), 4096)
+sys.late = Late(memory.address)
+atexit.register(id, memory)
+del memory
+"""
+
+
+def test_at_exit_a_mapping_stays_to_the_end_of_the_process():
+    """A compiled signal handler may write there after all callbacks have run."""
+    assert subprocess.run([sys.executable, "-c", LATE], timeout=60, check=False).returncode == 0

@@ -8,6 +8,7 @@ The mapping lives as long as the `Memory` object: whoever looks into it must hol
 A signal handler that raises at that object's end leaves the mapping to the end of the next one, see `_unmap`.
 """
 
+import atexit
 import ctypes
 import os
 import weakref
@@ -57,14 +58,25 @@ def new_file(name: str, size: int) -> int:
 
 _mapped: dict[weakref.ref["Memory"], tuple[int, int, Any]] = {}  # address, size, and the second weak reference
 _ended: deque[weakref.ref["Memory"]] = deque()
+# True in it once the interpreter has begun to exit.
+_at_exit: list[bool] = []
+atexit.register(_at_exit.append, True)
 
 
-def _unmap(_: object, ended: Any = _ended, mapped: Any = _mapped, munmap: Any = _LIBC.munmap) -> None:
+def _unmap(
+    _: object,
+    ended: Any = _ended,
+    mapped: Any = _mapped,
+    munmap: Any = _LIBC.munmap,
+    at_exit: Any = _at_exit,
+) -> None:
     """A `Memory` has ended. `weakref.finalize` would forget it if a signal handler raised just then.
 
     So the first callback is `deque.append`, which looks for no signals. This is the second: from the note to the system
     call there is no other call, and what it does not come to is done at the next end.
     """
+    if at_exit:
+        return  # the mappings end with the process: until then a compiled signal handler may write there
     while ended:
         memory = ended[-1]
         del ended[-1]
