@@ -58,18 +58,21 @@ def test_a_handler_that_raises_at_its_end_leaves_a_mapping_to_the_next_end(monke
 
 
 LATE = """
-import atexit, ctypes, sys
+import atexit, ctypes, os
 from holdfast.shm.memory_file import Memory, new_file
 
 class Late:
     def __init__(self, address):
-        self.address, self.read = address, ctypes.string_at
+        self.address, self.read = address, ctypes.CDLL(None).strlen
+        self.read.argtypes = [ctypes.c_void_p]
 
     def __del__(self):
-        self.read(self.address, 1)
+        if self.read(self.address) == 3:
+            os.write(1, b"read")
 
 memory = Memory(new_file("late", 4096), 4096)
-sys.late = Late(memory.address)
+memory.view[:3] = b"abc"
+late = Late(memory.address)
 atexit.register(id, memory)
 del memory
 """
@@ -77,4 +80,5 @@ del memory
 
 def test_at_exit_a_mapping_stays_to_the_end_of_the_process():
     """A compiled signal handler may write there after all callbacks have run."""
-    assert subprocess.run([sys.executable, "-c", LATE], timeout=60, check=False).returncode == 0
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, b"read"), done.stderr
