@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import pytest
 
 from holdfast.loader.cuda_slots import MOST_BEHIND, CudaSlots
-from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.slot_claims import SlotClaims
-from holdfast.shm.slots import Slots, states_of, strides_for
+from holdfast.shm.memory_file import Memory, new_file, states_of, strides_for
+from holdfast.shm.slot_writer import SlotClaims
+from holdfast.shm.slots import Slots
 
 from ..conftest import mappings
 from ..interrupt import Alarm, Interrupt, handler_raises

@@ -10,10 +10,10 @@ from holdfast.core.messages import Place, Stage
 from holdfast.loader.journal import Journal
 from holdfast.local.protocol.pulse import PAGE, Pulse
 from holdfast.local.trainer.worker_channel import Journals
-from holdfast.shm.memory_file import Memory, new_file
+from holdfast.shm.memory_file import Memory, new_file, strides_for
 from holdfast.shm.pack import Packer
-from holdfast.shm.slot_claims import SlotClaims
-from holdfast.shm.slots import Slots, strides_for
+from holdfast.shm.slot_writer import SlotClaims
+from holdfast.shm.slots import Slots
 
 STRIDE, COUNT, BUSY = 1 << 21, 6, 2
 

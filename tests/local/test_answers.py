@@ -9,8 +9,7 @@ import pytest
 from holdfast.core.host import ReplyKind
 from holdfast.core.messages import Finished
 from holdfast.local.protocol.wire import MAGIC, RECORD
-from holdfast.local.trainer.answers import Answers
-from holdfast.local.trainer.worker_channel import Journals, begin_life
+from holdfast.local.trainer.worker_channel import Answers, Journals, begin_life
 from holdfast.shm.memory_file import new_file
 from tests.conftest import descriptors, free_descriptors
 

@@ -12,9 +12,10 @@ from holdfast.errors import HoldfastError
 from holdfast.local.protocol.pulse import PAGE, Pulse
 from holdfast.local.protocol.wire import ELSEWHERE, TASK
 from holdfast.local.trainer import worker_channel
-from holdfast.local.trainer.worker_channel import Journals, WorkerHandle, begin_life, exit_code, sparse_file
+from holdfast.local.trainer.process_handles import WorkerHandle, exit_code
+from holdfast.local.trainer.worker_channel import Journals, begin_life
 from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.slots import KEEPABLE, SMALLEST_STRIDE
+from holdfast.shm.slots import KEEPABLE
 
 BUSY = 2
 
@@ -302,29 +303,6 @@ def test_a_life_that_cannot_begin_leaves_nothing_open(monkeypatch):
     with pytest.raises(OSError, match="Too many"):
         begin_life(0, 1, BUSY, None, Journals(sent=True), take_back=True)
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-def test_slots_are_as_wide_as_the_limit_on_files_allows(monkeypatch):
-    real, most = new_file, 8 * (SMALLEST_STRIDE * 4)
-
-    def limited(name, size):
-        if size > most:
-            raise OSError(errno.EFBIG, "File too large")
-        return real(name, size)
-
-    monkeypatch.setattr(worker_channel, "new_file", limited)
-    fd, memory, stride = sparse_file(8)
-    os.close(fd)
-    assert memory.size == 8 * stride and SMALLEST_STRIDE <= stride <= SMALLEST_STRIDE * 4
-
-
-def test_where_not_even_narrow_slots_are_allowed_that_is_raised(monkeypatch):
-    def refuse(name, size):
-        raise OSError(errno.EFBIG, "File too large")
-
-    monkeypatch.setattr(worker_channel, "new_file", refuse)
-    with pytest.raises(OSError, match="too large"):
-        sparse_file(8)
 
 
 # What is shown to others ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import holdfast
 from holdfast import DataLoader
 from holdfast.launch import output, rank_group
-from holdfast.local.trainer import answers, keeper_process, local_host, worker_channel
+from holdfast.local.trainer import local_host, process_handles, worker_channel
 from holdfast.shm import forks
 from tests.conftest import descriptors
 from tests.process import ranks
@@ -239,7 +239,7 @@ class ForksAtEachLine:
 def test_a_loader_may_be_half_made_when_another_thread_forks(unraisable):
     """The child closes what there is. It keeps no end of a socket: the keeper's death would not be noticed."""
     gc.collect()
-    with ForksAtEachLine([local_host, keeper_process, answers, local_host, worker_channel], unraisable) as moments:
+    with ForksAtEachLine([local_host, process_handles, worker_channel], unraisable) as moments:
         iterator = iter(DataLoader(Images(16), batch_size=2, num_workers=2))
         firsts = [int(labels[0]) for _, labels in iterator]
     assert firsts == list(range(0, 16, 2))
@@ -259,7 +259,7 @@ def test_a_child_does_not_hide_the_death_of_a_keeper():
     """Not even one that was forked while the keeper was being started."""
     loader = DataLoader(Images(40), batch_size=2, num_workers=2)
     watchers = []
-    launched = keeper_process.keeper_birth.fork_keeper
+    launched = process_handles.keeper_birth.fork_keeper
 
     def forks_too(*arguments):
         thread = threading.Thread(target=lambda: watchers.append(Watcher(np.zeros(1))))
@@ -267,11 +267,11 @@ def test_a_child_does_not_hide_the_death_of_a_keeper():
         thread.join()
         return launched(*arguments)
 
-    keeper_process.keeper_birth.fork_keeper = forks_too
+    process_handles.keeper_birth.fork_keeper = forks_too
     try:
         iterator = iter(loader)
     finally:
-        keeper_process.keeper_birth.fork_keeper = launched
+        process_handles.keeper_birth.fork_keeper = launched
     next(iterator)
     os.kill(iterator._host.keeper_pid, 9)
     began = time.monotonic()

@@ -13,8 +13,8 @@ from holdfast import DataLoader, Policy
 from holdfast.core.host import STAGE
 from holdfast.core.messages import Stage
 from holdfast.local.protocol.pulse import TASK
-from holdfast.shm import slot_claims
-from holdfast.shm.slot_claims import SlotClaims
+from holdfast.shm import slot_writer
+from holdfast.shm.slot_writer import SlotClaims
 
 WORKERS = 2
 # Of four samples 20 MB.
@@ -48,7 +48,7 @@ def crowded(monkeypatch):
 @pytest.fixture
 def patient(monkeypatch):
     """Workers that wait for a slot as long as they may: nobody else shall have to wait until they give up."""
-    monkeypatch.setattr(slot_claims, "MOMENT_S", 240.0)
+    monkeypatch.setattr(slot_writer, "MOMENT_S", 240.0)
 
 
 def firsts(loader):

@@ -1,13 +1,16 @@
 """Mapped memory files."""
 
+import errno
 import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from holdfast.shm import memory_file
-from holdfast.shm.memory_file import Memory, new_file
+from holdfast.shm.memory_file import SMALLEST_STRIDE, Memory, new_file, sparse_file
 
 from ..interrupt import Alarm, Interrupt, handler_raises
 
@@ -59,7 +62,7 @@ def test_a_handler_that_raises_at_its_end_leaves_a_mapping_to_the_next_end(monke
 
 LATE = """
 import atexit, ctypes, os
-from holdfast.shm.memory_file import Memory, new_file
+from holdfast.shm.memory_file import SMALLEST_STRIDE, Memory, new_file, sparse_file
 
 class Late:
     def __init__(self, address):
@@ -82,3 +85,26 @@ def test_at_exit_a_mapping_stays_to_the_end_of_the_process():
     """A compiled signal handler may write there after all callbacks have run."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, b"read"), done.stderr
+
+
+def test_slots_are_as_wide_as_the_limit_on_files_allows(monkeypatch):
+    real, most = new_file, 8 * (SMALLEST_STRIDE * 4)
+
+    def limited(name, size):
+        if size > most:
+            raise OSError(errno.EFBIG, "File too large")
+        return real(name, size)
+
+    monkeypatch.setattr(memory_file, "new_file", limited)
+    fd, memory, stride = sparse_file(8)
+    os.close(fd)
+    assert memory.size == 8 * stride and SMALLEST_STRIDE <= stride <= SMALLEST_STRIDE * 4
+
+
+def test_where_not_even_narrow_slots_are_allowed_that_is_raised(monkeypatch):
+    def refuse(name, size):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(memory_file, "new_file", refuse)
+    with pytest.raises(OSError, match="too large"):
+        sparse_file(8)

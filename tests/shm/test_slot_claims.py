@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.shm import slot_claims as module
-from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.slot_claims import HUGE, LARGE, MOMENT_S, NO_SLOT, SlotClaims
-from holdfast.shm.slots import CLAIMED, FREE, states_of, strides_for
+from holdfast.shm import slot_writer as module
+from holdfast.shm.memory_file import CLAIMED, FREE, Memory, new_file, states_of, strides_for
+from holdfast.shm.slot_writer import HUGE, LARGE, MOMENT_S, NO_SLOT, SlotClaims
 
 STRIDE, COUNT = 1 << 21, 6
 

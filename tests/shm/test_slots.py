@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.slot_claims import SlotClaims
-from holdfast.shm.slots import SMALLEST_STRIDE, ForkGuard, Slots, stride_for, strides_for
+from holdfast.shm.memory_file import SMALLEST_STRIDE, Memory, new_file, stride_for, strides_for
+from holdfast.shm.slot_writer import SlotClaims
+from holdfast.shm.slots import ForkGuard, Slots
 
 from ..interrupt import Alarm, Interrupt, handler_raises
 

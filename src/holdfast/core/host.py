@@ -201,7 +201,7 @@ class HostMaker(Protocol):
         what is pickled. `sample_timeout`: a worker that is on one place for longer is killed. `growth_bytes`: what a
         worker may allocate. `need`: what one needed in an earlier epoch. `take_back`: tasks that were sent and not
         begun may be wanted back. `fixed`: no worker can do the work of another. `enough`: batches of a worker that
-        may be in memory before it waits, see shm/slot_claims.py.
+        may be in memory before it waits, see shm/slot_writer.py.
         """
 
 

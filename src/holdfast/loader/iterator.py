@@ -150,7 +150,7 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
     def _enough_slots(self) -> int | None:
         """One for each worker where they fill the processors and hand their batches straight over.
 
-        See shm/slot_claims.py.
+        See shm/slot_writer.py.
         """
         if not self._in_order:
             return None

@@ -14,9 +14,8 @@ keeper/     what runs in the keeper
   memory_budget    how many workers fit into memory
 trainer/    what runs in the trainer
   local_host       LocalHost: orders in, events out
-  worker_channel   its ends of one life: the pipe of tasks, letter boxes, slots
-  answers          what workers say becomes events
-  keeper_process   its hold on the keeper: process and socket
+  worker_channel   its ends of one life: the pipe of tasks, letter boxes, slots; what workers say becomes events
+  process_handles  its hold on the keeper: process and socket; what third parties see of a worker
   keeper_birth     how a keeper comes to be
   signal_witness   who signals the trainer
 

@@ -2,8 +2,7 @@
 
 memory_file    anonymous memory files, sparse and mapped
 slots          one life's memory, cut into slots and letter boxes: the trainer lends and frees them
-slot_writer    how bytes get into a slot, or into a file of their own: stacking, copying
-slot_claims    the worker's side: which slot it takes, and when it waits for one
+slot_writer    the worker's side: which slot it takes, when it waits for one, how bytes get into it
 pack           a batch to (spec, buffers) and back
 forks          what a forked child of the trainer must close
 shared_file    memory that many processes see, parts of which one of them at a time may claim

@@ -117,3 +117,58 @@ class Memory:
         exporter = (ctypes.c_char * self.size).from_address(self.address)
         exporter.memory = self  # type: ignore[attr-defined]
         return memoryview(exporter).cast("B")
+
+
+# The file of one life: cut into strides, of which each slot and each letter box has one. See slots.py.
+
+
+# Address space for one life. 64 TiB hold 256 lives; the strides come from it.
+ROOM = 256 << 30
+SMALLEST_STRIDE = 1 << 20
+LARGEST_STRIDE = 8 << 30
+# What the state of a slot says.
+FREE, CLAIMED = 0, 1
+
+
+def strides_for(count: int, busy: int) -> int:
+    """How many strides the file of a life has."""
+    return count + busy + 1
+
+
+def states_of(memory: Memory, count: int) -> memoryview:
+    """The state bytes: at the very end of the file."""
+    return memory.view[memory.size - count :]
+
+
+def stride_for(slots: int) -> int:
+    """The largest power of two of which `slots` fit the room."""
+    stride = LARGEST_STRIDE
+    while stride * slots > ROOM and stride > SMALLEST_STRIDE:
+        stride //= 2
+    return stride
+
+
+def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:
+    """One slot's bytes and their address. Which process: any; it owns nothing."""
+    start = slot * stride
+    return memory.view[start : start + stride], memory.address + start
+
+
+def sparse_file(slots: int) -> tuple[int, Memory, int]:
+    """(descriptor, mapping, stride) of a file with that many slots: as wide as the limits on size allow."""
+    stride = stride_for(slots)
+    while True:
+        try:
+            fd = new_file("batches", slots * stride)
+        except OSError:
+            if stride <= SMALLEST_STRIDE:
+                raise
+        else:
+            try:
+                return fd, Memory(fd, slots * stride), stride
+            except BaseException as error:
+                os.close(fd)
+                if stride <= SMALLEST_STRIDE or not isinstance(error, OSError):
+                    raise
+        stride //= 4
+        stride = max(stride, SMALLEST_STRIDE)

@@ -3,7 +3,7 @@
     slot 0 ... count-1 | a letter box per task that may be out | one in which a failing boot speaks, and the states
 
 A slot holds a finished batch; a letter box holds what a worker is told of a task. The worker *claims* a free slot when
-it has something to put there (shm/slot_claims.py). Only the trainer *frees* a slot, when nobody looks at it any more.
+it has something to put there (shm/slot_writer.py). Only the trainer *frees* a slot, when nobody looks at it any more.
 Each side writes a state byte in one direction only, so no lock is needed. Each life has a file of its own, so a late
 write of a dead worker can touch nobody else's bytes. A slot needs no other generation.
 
@@ -39,29 +39,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.shm.memory_file import Memory
+from holdfast.shm.memory_file import FREE, SMALLEST_STRIDE, Memory, slot_view, states_of
 from holdfast.shm.pack import SMALL, unpack
 
-# Address space for one life. 64 TiB hold 256 lives; the strides come from it.
-ROOM = 256 << 30
-SMALLEST_STRIDE = 1 << 20
-LARGEST_STRIDE = 8 << 30
 # Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
 KEEPABLE = 32
 # What a registered slot may keep beyond its use. To unregister pages waits for the device; batches of varying length
 # shall not do that all the time.
 LOCKED_SURPLUS = 64 << 20
-FREE, CLAIMED = 0, 1
-
-
-def strides_for(count: int, busy: int) -> int:
-    """How many strides the file of a life has."""
-    return count + busy + 1
-
-
-def states_of(memory: Memory, count: int) -> memoryview:
-    """The state bytes: at the very end of the file."""
-    return memory.view[memory.size - count :]
 
 
 class Lent(weakref.ref[ctypes.Array[ctypes.c_char]]):
@@ -110,14 +95,6 @@ class ForkGuard:
             if poll.poll(0):
                 self._close()
         return not self._close.alive
-
-
-def stride_for(slots: int) -> int:
-    """The largest power of two of which `slots` fit the room."""
-    stride = LARGEST_STRIDE
-    while stride * slots > ROOM and stride > SMALLEST_STRIDE:
-        stride //= 2
-    return stride
 
 
 class Gate(Protocol):
@@ -288,12 +265,6 @@ class Slots:
         for slot in range(len(self._used)):
             if self._states[slot] == FREE:
                 self._empty(slot)
-
-
-def slot_view(memory: Memory, stride: int, slot: int) -> tuple[memoryview, int]:
-    """One slot's bytes and their address. Which process: any; it owns nothing."""
-    start = slot * stride
-    return memory.view[start : start + stride], memory.address + start
 
 
 def _nothing_lent() -> None:

@@ -29,7 +29,7 @@ from holdfast.core import host, messages
 from holdfast.core.host import ALLOWED, JOB_WORDS, KEPT_APART, POSITION, SINCE, STAGE, Job, Reply, ReplyKind
 from holdfast.core.messages import Cause, Exited, Leave, Place, Stage
 from holdfast.errors import HoldfastError
-from holdfast.local.trainer.worker_channel import WorkerHandle
+from holdfast.local.trainer.process_handles import WorkerHandle
 from holdfast.remote_exception import capture, error_reply
 from holdfast.shm.pack import SMALL, Packer, unpack
 from holdfast.shm.slot_writer import SlotSpace

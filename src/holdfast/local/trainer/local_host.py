@@ -1,7 +1,7 @@
 """LocalHost: workers as processes of this machine.
 
-It owns, in the trainer, a channel for each life (worker_channel.py), the pipe on which all workers answer
-(answers.py), and the keeper (keeper_process.py). What they say becomes events here, in the order in which it must be
+It owns, in the trainer, a channel for each life and the pipe on which all workers answer (worker_channel.py), and the
+keeper (process_handles.py). What they say becomes events here, in the order in which it must be
 told. No thread: everything happens inside `wait` and `send`. The number of descriptors is constant per worker, whatever
 is sent and kept.
 """
@@ -31,17 +31,8 @@ from holdfast.local.protocol.wire import (
     StartLife,
     StopAll,
 )
-from holdfast.local.trainer.answers import Answers
-from holdfast.local.trainer.keeper_process import FOUND_S, KeeperProcess
-from holdfast.local.trainer.worker_channel import (
-    BEGINNING,
-    STAYING,
-    Journals,
-    WorkerChannel,
-    WorkerHandle,
-    begin_life,
-    exit_code,
-)
+from holdfast.local.trainer.process_handles import FOUND_S, KeeperProcess, WorkerHandle, exit_code
+from holdfast.local.trainer.worker_channel import BEGINNING, STAYING, Answers, Journals, WorkerChannel, begin_life
 from holdfast.shm import forks
 from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_writer import SlotSpace
@@ -75,7 +66,7 @@ class LocalHost:
         enough: int | None = None,
     ) -> None:
         """See `HostMaker`. `fork`: from the trainer, or from a fresh interpreter. `enough`: slots of a worker, see
-        shm/slot_claims.py.
+        shm/slot_writer.py.
         """
         self._fixed = fixed
         self._enough = enough

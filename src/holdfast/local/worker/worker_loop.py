@@ -34,11 +34,9 @@ from holdfast.local.protocol.pulse import (
 from holdfast.local.protocol.wire import ELSEWHERE, MAGIC, RECORD
 from holdfast.local.protocol.wire import TASK as TASK_RECORD
 from holdfast.local.worker.thresholds import Thresholds
-from holdfast.shm.memory_file import Memory
+from holdfast.shm.memory_file import Memory, slot_view, strides_for
 from holdfast.shm.pack import Packer
-from holdfast.shm.slot_claims import NO_SLOT, SlotClaims
-from holdfast.shm.slot_writer import Full, SlotSpace
-from holdfast.shm.slots import slot_view, strides_for
+from holdfast.shm.slot_writer import NO_SLOT, Full, SlotClaims, SlotSpace
 from holdfast.system import linux
 from holdfast.system.signal_origin import CRASH_SIGNALS, note_gil
 

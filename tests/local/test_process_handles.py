@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from holdfast.local.protocol.wire import DESCRIPTORS, MOST_BYTES, EndLife, StartLife, decode
-from holdfast.local.trainer.keeper_process import KeeperProcess
+from holdfast.local.trainer.process_handles import KeeperProcess
 
 ORDERS = 1000
 

@@ -1,7 +1,7 @@
-"""KeeperProcess: the trainer's hold on its keeper: the process, and the socket between the two.
+"""What the trainer holds of processes: its keeper, and a handle of each worker for third parties.
 
-One keeper after another: when one died (`lost`) or never came up (`late`), the host ends it and
-launches the next.
+KeeperProcess is one keeper after another, and the socket to it. If one died (`lost`) or never came up (`late`), the
+host ends it and launches the next.
 """
 
 import errno
@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 from holdfast.core.host import Job
+from holdfast.core.messages import Cause, Exited
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.protocol.wire import MOST_BYTES, KeeperUp, Message, decode, encode
 from holdfast.local.trainer import keeper_birth
@@ -32,6 +34,8 @@ AGAIN_S = 0.005
 FOUND_S = 3.0
 # A keeper that takes no order for so long hangs. (A spawned one may import for minutes first.)
 DEAF_S = 300.0
+# How long somebody who asks for a worker's pid right after the start may wait for it: a spawned keeper imports torch.
+START_S = 10.0
 
 
 class KeeperProcess:
@@ -165,3 +169,57 @@ class KeeperProcess:
         self._process, self.pid = None, 0
         self.due = 0.0  # if no other can be launched now, it is late
         self.control.close()
+
+
+class Asked(Protocol):
+    """The host, as far as a handle needs it."""
+
+    @property
+    def closed(self) -> bool: ...
+    def has_life(self, worker: int) -> bool: ...
+    def pid_of(self, worker: int, patience_s: float = 0.0) -> int | None: ...
+
+
+class WorkerHandle:
+    """What third parties expect of a worker process: pid, is_alive(), exitcode, join()."""
+
+    def __init__(self, host: "Asked", worker: int) -> None:
+        self._host = host
+        self._worker = worker
+        self.name = f"holdfast-worker-{worker}"
+        self.daemon = True
+        self.exitcode: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._host.pid_of(self._worker, START_S)
+
+    @property
+    def has_life(self) -> bool:
+        """False for a worker that is not needed for now."""
+        return self._host.has_life(self._worker)
+
+    def is_alive(self) -> bool:
+        if self._host.closed or not self.has_life:
+            return False
+        pid = self.pid
+        return pid is None or linux.process_state(pid) not in ("", "Z")
+
+    def terminate(self) -> None:
+        """End this process; a new one takes its place if there is work left."""
+        if self.is_alive() and self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    kill = terminate
+
+    def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.005)
+
+
+def exit_code(ended: Exited) -> int:
+    """As multiprocessing has it: negative for a signal."""
+    if ended.cause in (Cause.RECYCLED, Cause.UNBORN):
+        return 0 if ended.cause is Cause.RECYCLED else 1
+    return ended.code if ended.cause is Cause.EXIT else -ended.code
