@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from holdfast.core.dispatch import SPARES
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import (
     Allowed,
@@ -39,7 +40,6 @@ from holdfast.core.messages import (
     Start,
     Stop,
 )
-from holdfast.core.roster import SPARES
 from holdfast.policy import Policy
 
 DEATHS = [

@@ -5,9 +5,9 @@ import pickle
 import pytest
 
 from holdfast import LoaderTorn, Policy, StreamBroken
+from holdfast.core.dispatch import SPARES
 from holdfast.core.host import StreamEnd
 from holdfast.core.messages import Send, Short
-from holdfast.core.roster import SPARES
 from holdfast.loader.batch_requests import BatchRequests, fewer_items, lasting, missing, short
 from holdfast.loader.stream import WHOLE, Sure
 

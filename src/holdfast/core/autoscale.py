@@ -58,6 +58,8 @@ class Autoscale:
         self._again_at = 0.0
         self._again_s = AGAIN_S
         self._search = Search(self._wish)
+        # Nothing changes by itself: `look` has nothing to look for. An attribute, since the way of a batch asks.
+        self.steady = not self._adapt
 
     @property
     def allowed(self) -> Allowed:
@@ -74,7 +76,7 @@ class Autoscale:
 
     def refused(self, present: int, at: float) -> None:
         """The system refused a process; `present` workers are there."""
-        self._berths = max(1, present)
+        self._berths, self.steady = max(1, present), False
         self._again_at = at + self._again_s
         self._again_s *= 2
 
@@ -85,7 +87,7 @@ class Autoscale:
     def look(self, at: float, batches: int, waited_s: float) -> None:
         """`at`: the time. `batches`, `waited_s`: the totals so far, of batches and of the trainer's waiting."""
         if self._berths < self._most and at >= self._again_at:
-            self._berths = self._most
+            self._berths, self.steady = self._most, not self._adapt
         if self._adapt:
             able = max(1, min(self._most, self._room, self._berths))
             now = min(self._wish, able)

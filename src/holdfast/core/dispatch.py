@@ -1,5 +1,7 @@
 """Dispatch: which worker holds which task, and which worker gets the next one.
 
+A task is one batch on its way; the ledger writes it, and the inquest writes its past.
+
 Every worker at work has `depth` places. A task takes a place when it is sent, and frees it when it is delivered, not
 when it is finished: a finished batch holds memory until its turn comes. Tasks that no worker can take yet wait here, in
 order.
@@ -9,10 +11,68 @@ from collections import deque
 from collections.abc import Sequence
 
 from holdfast.core.messages import Action, Send, Start
-from holdfast.core.roster import Phase, Roster, Task, WorkerState
+from holdfast.core.roster import Phase, Roster, WorkerState
 
 # Looked up for every batch: a member of an enum costs 50 ns each time.
 _WAITING, _READY = Phase.WAITING, Phase.READY
+
+
+# How many other samples may be tried in the place of a bad one.
+SPARES = 8
+
+
+class Task:
+    """One batch on its way."""
+
+    __slots__ = (
+        "alone",
+        "attempt",
+        "bad",
+        "deadly",
+        "done",
+        "id",
+        "lives",
+        "number",
+        "past",
+        "result",
+        "samples",
+        "stay",
+        "worker",
+    )
+
+    def __init__(self, id: int, samples: int, lives: int | None) -> None:
+        self.id = id
+        self.lives = lives
+        self.samples = samples
+        self.attempt = 0
+        self.worker = -1
+        self.number = 0  # of its worker's stream
+        self.alone = False
+        self.done = False
+        self.result: object = None
+        self.bad: tuple[int, ...] = ()  # positions of samples that kill
+        self.deadly: tuple[int, ...] = ()  # spares that do, counted from 1
+        self.stay = -1  # up to this position a fresh worker did not help
+        self.past: Past | None = None  # few tasks have one
+
+
+class Past:
+    """What a task has been through. It has a past if a worker died, or left, while it was on this task."""
+
+    __slots__ = ("crashes", "hits", "reached", "spent")
+
+    def __init__(self) -> None:
+        self.reached = -1  # the furthest position that was ever begun
+        self.crashes: dict[int, int] = {}  # position -> lives that it surely ended
+        self.hits: dict[int, tuple[int, float]] = {}  # position -> (deaths that may be chance, seconds it was loaded)
+        self.spent = -1  # the furthest position at which a life ran out of something
+
+
+def past_of(task: Task) -> Past:
+    """Its past. It begins now, if there was none."""
+    if task.past is None:
+        task.past = Past()
+    return task.past
 
 
 class Dispatch:

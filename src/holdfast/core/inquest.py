@@ -11,9 +11,10 @@ import signal
 from enum import Enum, auto
 from typing import NamedTuple
 
+from holdfast.core.dispatch import Task, past_of
 from holdfast.core.messages import Cause, Exited, Place, Stage
 from holdfast.core.restart_budget import RestartBudget
-from holdfast.core.roster import Task, WorkerState, past_of
+from holdfast.core.roster import WorkerState
 from holdfast.policy import Policy
 
 # Signals that a program's own faults raise; all others may come from anybody.

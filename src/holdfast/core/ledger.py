@@ -31,7 +31,7 @@ The rules:
 
 from collections.abc import Sequence
 
-from holdfast.core.dispatch import Dispatch, RoundRobin, Streams
+from holdfast.core.dispatch import SPARES, Dispatch, RoundRobin, Streams, Task
 from holdfast.core.inquest import WHOLE_TASK, AfterDeath, Inquest, blamed_position, is_charged
 from holdfast.core.messages import (
     Action,
@@ -70,7 +70,7 @@ from holdfast.core.messages import (
     Withdrawn,
 )
 from holdfast.core.restart_budget import BadSampleBreaker
-from holdfast.core.roster import SPARES, Phase, Roster, Task, WorkerState
+from holdfast.core.roster import Phase, Roster, WorkerState
 from holdfast.policy import Policy
 
 

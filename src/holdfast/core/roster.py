@@ -7,6 +7,10 @@ what a worker holds (dispatch.py) or what it died of (inquest.py).
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.core.dispatch import Task
 
 
 class Phase(IntEnum):
@@ -167,64 +171,3 @@ class Roster:
         if left:
             self.count()
         return worker.phase is Phase.STARTING
-
-
-# Task: one batch on its way. Past: what it has been through. The ledger writes tasks, the inquest writes their past.
-
-
-# How many other samples may be tried in the place of a bad one.
-SPARES = 8
-
-
-class Task:
-    """One batch on its way."""
-
-    __slots__ = (
-        "alone",
-        "attempt",
-        "bad",
-        "deadly",
-        "done",
-        "id",
-        "lives",
-        "number",
-        "past",
-        "result",
-        "samples",
-        "stay",
-        "worker",
-    )
-
-    def __init__(self, id: int, samples: int, lives: int | None) -> None:
-        self.id = id
-        self.lives = lives
-        self.samples = samples
-        self.attempt = 0
-        self.worker = -1
-        self.number = 0  # of its worker's stream
-        self.alone = False
-        self.done = False
-        self.result: object = None
-        self.bad: tuple[int, ...] = ()  # positions of samples that kill
-        self.deadly: tuple[int, ...] = ()  # spares that do, counted from 1
-        self.stay = -1  # up to this position a fresh worker did not help
-        self.past: Past | None = None  # few tasks have one
-
-
-class Past:
-    """What a task has been through. It has a past if a worker died, or left, while it was on this task."""
-
-    __slots__ = ("crashes", "hits", "reached", "spent")
-
-    def __init__(self) -> None:
-        self.reached = -1  # the furthest position that was ever begun
-        self.crashes: dict[int, int] = {}  # position -> lives that it surely ended
-        self.hits: dict[int, tuple[int, float]] = {}  # position -> (deaths that may be chance, seconds it was loaded)
-        self.spent = -1  # the furthest position at which a life ran out of something
-
-
-def past_of(task: Task) -> Past:
-    """Its past. It begins now, if there was none."""
-    if task.past is None:
-        task.past = Past()
-    return task.past

@@ -12,9 +12,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.core.dispatch import SPARES
 from holdfast.core.host import StreamEnd
 from holdfast.core.messages import Send, Short
-from holdfast.core.roster import SPARES
 from holdfast.diagnose.finding import Again
 from holdfast.errors import HoldfastError, LoaderTorn, StreamBroken
 from holdfast.loader import seeds

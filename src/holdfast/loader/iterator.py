@@ -356,8 +356,9 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
         """Are there as many workers as there should be?"""
         now, record = time.monotonic(), self._record
         self._look_at = now + LOOK_S
-        self._autoscale.look(now, record.counts["batches"], record.waited_s + waiting_s)
-        self._supervisor.muster()
+        if not self._autoscale.steady:
+            self._autoscale.look(now, record.counts["batches"], record.waited_s + waiting_s)
+            self._supervisor.muster()
         if not self._drained:
             self._draw()
 
