@@ -2,9 +2,9 @@
 
 In the trainer:
 dataloader           DataLoader: torch's signature and attributes, policy and device; no logic
-iterator             THE MAIN PATH, with workers
+iterator             THE MAIN PATH, with workers; what a signal handler that raises leaves behind
+epochs               its other part: the host is opened, an epoch begins, is left early, or ends
 inline               the same without workers
-interruptible_next   __next__ of both, and what a signal handler that raises leaves behind
 batch_requests       what each task asks for; whether an epoch is whole
 loader_narrator      the words: failures become bad samples and exceptions; totals
 device               batches to the device, ahead of their turn

@@ -15,7 +15,7 @@ from holdfast.errors import SampleError
 from holdfast.loader.batch_requests import Spares, lasting
 from holdfast.loader.device import Unpacked, checked, present
 from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, bad_of
-from holdfast.loader.interruptible_next import InterruptibleNext
+from holdfast.loader.iterator import InterruptibleNext
 from holdfast.loader.loader_narrator import LoaderNarrator
 from holdfast.loader.stream import StreamFetcher
 from holdfast.loader.tree import moved

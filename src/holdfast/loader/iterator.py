@@ -3,246 +3,111 @@
 `next()` draws an index from the sampler, tells the ledger, and waits until the batch whose turn it is has come. All
 that can go wrong is decided in core/ledger.py; here it becomes what the user sees: an exception, a log line, an
 incident in the report. There is no thread: deaths are noticed, and errors raised, inside `next()` only.
+
+A signal handler may raise wherever Python looks for signals: at the start of a function, after a call, at the end of a
+loop's round. What it raises leaves next() out of any line, also when a batch is in our hands, or an index. So next()
+knows three cases:
+
+    it comes to its end      with a batch, or with an error that is meant: those travel as values up to `__next__`
+    it waits (`_again`)      nothing is half done: the next call begins anew, and gives the very batch that was due
+    all else                 the iterator is torn, and every later call says so
+
+Between the last statements of `__next__` nothing is called. Python does not look for signals there, nor when a Python
+function returns: whoever gets no exception has the batch.
 """
 
-import os
 import time
-import weakref
-from collections import deque
-from functools import partial
-from multiprocessing import get_context
-from typing import Any, ClassVar, cast
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
 
-from torch.utils.data import IterDataPipe, MapDataPipe
+import torch
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
-from holdfast.core.autoscale import Autoscale
-from holdfast.core.host import HasPulses, Host, HostMaker, KnowsMemory, LendsSlots, Result, Room, WorkerProcess
-from holdfast.core.ledger import Ledger
-from holdfast.core.messages import BootFailed, Deliver, Drawn, Lost, Short
-from holdfast.core.supervisor import Supervisor
-from holdfast.diagnose.report import Record
+from holdfast.core.host import Result
+from holdfast.core.messages import BootFailed, Drawn, Lost, Short
 from holdfast.errors import BatchTimeout, HoldfastError, LoaderTorn, WrongProcess
-from holdfast.loader import seeds
-from holdfast.loader.batch_requests import BatchRequests, fewer_items, missing, short
-from holdfast.loader.device import Unpacked, checked, way_to
-from holdfast.loader.interruptible_next import InterruptibleNext
-from holdfast.loader.loader_job import LoaderJob, Recipe
-from holdfast.loader.loader_narrator import LoaderNarrator, totals
-from holdfast.loader.measure import large_parts
+from holdfast.loader.batch_requests import fewer_items, missing, short
+from holdfast.loader.device import Unpacked
+from holdfast.loader.epochs import LOOK_S, LoaderEpochs, came_from_worker
 from holdfast.loader.stream import Moved, Snapshot
 from holdfast.loader.tree import moved
-from holdfast.local.trainer.local_host import LocalHost
-from holdfast.policy import Policy
 from holdfast.remote_exception import Raised
 from holdfast.shm import forks
-from holdfast.system.cgroups import growth_bytes, usable_cpus
 from holdfast.system.signal_origin import raised_by_handler
 
-# A worker holds at most this many tasks: its pipe must never be full. More may be drawn; they wait with us.
-MOST_PER_WORKER = 1000
-# With "auto": no more workers than this for each processor, and in all. Samples that wait for a disk or a network all
-# the time may want even more; they cost memory, and somebody else's patience.
-MOST_PER_CPU = 8
-MOST_WORKERS = 64
-# It begins with so many more than there are processors: hardly a load computes all the time, and where it does, they
-# cost no batch.
-MORE_THAN_CPUS = 2
-# How often it is thought over how many workers there should be.
-LOOK_S = 0.25
 
+class InterruptibleNext:
+    """`__next__` of both iterators, in front of torch's.
 
-class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
-    """Iterates over a loader with worker processes."""
+    `_next_batch` gives the batch, or what is to be raised; None at the end.
+    """
 
-    _host_maker: ClassVar[HostMaker] = LocalHost
+    _dataset: Any
+    _num_yielded: int
+    _profile_name: str
+    _IterableDataset_len_called: Any
+    _inside = False  # from the beginning of a call to its end; for ever in a torn one
+    _torn = False
+    _again = False
+    _profiled: Callable[[], bool] = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
 
-    def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
-        super().__init__(loader)
-        self._policy = policy
-        self._record = record
-        self._iterable = self._dataset_kind == _DatasetKind.Iterable
-        self._in_order = loader.in_order
-        self._factor = loader.prefetch_factor
-        self._depth = min(loader.prefetch_factor, MOST_PER_WORKER)
-        self._by_turns = loader.worker_init_fn is not None
-        self._adapt = policy.auto_workers and not (self._iterable or self._by_turns)
-        if self._adapt:
-            start = self._num_workers
-            self._num_workers = max(start, min(MOST_WORKERS, MOST_PER_CPU * usable_cpus()))
-            self._start = record.wish or min(self._num_workers, start + MORE_THAN_CPUS)
-        else:
-            self._start = self._num_workers
-        self._growth = growth_bytes(policy.worker_bytes, self._start)
-        context = loader.multiprocessing_context
-        self._method: str = (context if context is not None else get_context()).get_start_method()
-        self._epoch = -1
-        self._next_task = 0
-        device = checked(loader._holdfast_device)
-        pinned_for = (self._pin_memory_device or "cuda") if self._pin_memory else None
-        self._gate, self._transfer, self._plain_device = way_to(
-            device, pinned_for, self._factor * self._num_workers, record
-        )
-        self._pin_memory = self._pin_memory and device is None  # what is on a device cannot be pinned
-        self._stats = partial(totals, record, loader.num_workers, self._dataset)
-        self._owner = os.getpid()
-        forks.watch(self)
-        self._open_host(loader)
+    def _next_batch(self) -> Unpacked | None:
+        raise NotImplementedError
+
+    def __next__(self) -> Any:
+        if self._inside:
+            raise self._refusal()
+        self._inside = True
         try:
-            self._reset(loader, first_iter=True)
-        except BaseException:
-            self._shutdown_workers()
-            raise
-
-    def _open_host(self, loader: Any) -> None:
-        """New processes, and what knows of them. Nothing of a host that is closed is used again."""
-        policy, record = self._policy, self._record
-        self._host = self._make_host(loader)
-        # Whatever ends this iterator, a `break`, an exception or the interpreter's end, ends its processes.
-        self._finalizer = weakref.finalize(self, _close_for_good, self._host)
-        self._orders = BatchRequests(
-            policy, self._host.marks, iterable=self._iterable, auto_collation=self._auto_collation
-        )
-        parts = partial(large_parts, self._dataset)
-        names = self._orders.sample_of
-        self._narrator = LoaderNarrator(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
-        if self._gate is not None and isinstance(self._host, LendsSlots):
-            self._host.lend_through(self._gate)
-        self._host.open()
-        record.workers.begin(list(self._host.pulses) if isinstance(self._host, HasPulses) else ())
-
-    def _make_host(self, loader: Any) -> Host:
-        init = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            init = partial(_sharding_worker_init_fn, init, self._world_size, self._rank)
-        recipe = Recipe(
-            dataset=self._dataset,
-            collate_fn=self._collate_fn,
-            auto_collation=self._auto_collation,
-            drop_last=self._drop_last,
-            iterable=self._iterable,
-            worker_init_fn=init,
-            num_workers=self._num_workers,
-            persistent=self._persistent_workers,
-            base_seed=int(self._base_seed),
-            shared_seed=self._shared_seed,
-            policy=self._policy,
-            growth_bytes=self._growth,
-        )
-        return self._host_maker(
-            self._num_workers,
-            self._factor * self._num_workers,
-            LoaderJob(recipe),
-            fork=self._method == "fork",
-            sample_timeout=self._policy.sample_timeout,
-            growth_bytes=self._growth,
-            need=self._record.need,
-            fixed=self._iterable or self._by_turns,
-            enough=self._enough_slots(),
-        )
-
-    @property
-    def _room(self) -> Room:
-        """How many workers fit into memory, as far as somebody knows."""
-        return self._host.room if isinstance(self._host, KnowsMemory) else Room(self._num_workers, False)
-
-    def _enough_slots(self) -> int | None:
-        """One for each worker where they fill the processors and hand their batches straight over.
-
-        See shm/slot_writer.py.
-        """
-        if not self._in_order:
-            return None
-        straight = self._gate is None and not self._adapt
-        return 1 if straight and self._num_workers >= max(2, usable_cpus()) else 2
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """A new epoch; with persistent workers, in the processes of the last one, unless that was torn or stopped."""
-        anew = first_iter or self._inside or self._host.closed
-        self._inside = self._torn = True  # until it has begun
-        if not first_iter:
-            if not anew:
-                self._leave_epoch()
-            super()._reset(loader)
-            anew = anew or self._host.closed  # it was stopped, or shut down from outside
-            if anew:
-                self._shutdown_workers()
-                self._open_host(loader)
-        self._epoch += 1
-        # The first epoch is seeded by what torch drew; later ones of persistent workers each by their number.
-        base = int(self._base_seed)
-        self._seed = base if first_iter else seeds.mix(base, -1_000_000 - self._epoch)
-        self._first_task = self._next_task
-        self._orders.begin(self._seed, self._epoch, self._first_task, self._shared_seed)
-        self._drained = False
-        self._began = time.monotonic()
-        self._last_words: BaseException | None = None
-        self._told = 0  # batches for which next() raised, or of which nothing was left
-        if self._transfer is not None:
-            self._transfer.clear()
-        self._narrator.first_task = self._first_task
-        if not anew:
-            for result in (*(delivery.result for delivery in self._ready), *self._ledger.parked):
-                _discard(result)  # of an epoch that was left
-        running = [] if anew else self._ledger.lives
-        if anew:
-            self._autoscale = Autoscale(self._num_workers, self._start, self._adapt)
-            self._autoscale.room(*self._room)
-        self._autoscale.rest()
-        self._look_at = self._began + LOOK_S
-        self._ledger: Ledger = Ledger(
-            self._num_workers,
-            self._depth,
-            self._policy,
-            in_order=self._in_order,
-            streams=self._iterable,
-            # A worker_init_fn may seed the generators by worker: then which worker loads a batch must not be chance.
-            round_robin=self._by_turns,
-            first_task=self._next_task,
-            running=running,
-            allowed=self._autoscale.allowed.workers,
-        )
-        self._supervisor = Supervisor(self._ledger, self._host, self._orders.payload, self._autoscale)
-        self._ready: deque[Deliver] = self._supervisor.ready
-        if not anew:
-            self._host.abandon_below(self._next_task)
-        self._supervisor.open(self._began)
-        self._draw()
-        self._inside = self._torn = False
-
-    def _leave_epoch(self) -> None:
-        """The one before. What was asked of streams is given first, as with torch: a dataset may go on from there."""
-        supervisor, limit = self._supervisor, self._timeout or None
-        if not self._iterable or self._host.closed:
-            return
-        began = time.monotonic()
-        while supervisor.resolved < self._next_task - self._first_task and supervisor.stop is None:
-            left = None if limit is None else began + limit - time.monotonic()
-            if left is not None and left <= 0:
-                raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
-            self._pass_over()
-            supervisor.step(left)
-        self._pass_over()
-        if supervisor.stop is not None:
-            self._stopped()  # it is in the report; the new epoch has new processes
-        else:
-            self._orders.leave(self._ledger.streams_left, self._host.ends)
-
-    def _pass_over(self) -> None:
-        """Batches that nobody will get, but for what they say of their stream."""
-        while self._supervisor.notes:
-            self._narrator.incident(self._supervisor.notes.popleft())
-        while self._ready:
-            _, result = self._ready.popleft()
-            came = _came(result)
-            if came is not None and not came.failed:
-                notes, _ = came.open()
-                self._note_place(notes, came.worker)
+            if self._profiled():
+                with torch.autograd.profiler.record_function(self._profile_name):
+                    unpacked = self._next_batch()
             else:
-                _discard(result)
+                unpacked = self._next_batch()
+        except BaseException:
+            self._torn = True
+            if self._repeatable():
+                self._torn = self._inside = False
+            raise
+        self._inside = False
+        if unpacked is None:
+            raise StopIteration
+        if unpacked.error is not None:
+            try:
+                raise unpacked.error
+            finally:
+                del unpacked  # or the error would hold on to itself, and to this iterator
+        return unpacked.batch
 
-    # The path of a batch -------------------------------------------------------------------------------------------
+    def _repeatable(self) -> bool:
+        """True where nothing was half done."""
+        again, self._again = self._again, False
+        return again
+
+    def _refusal(self) -> RuntimeError:
+        if not self._torn:
+            return RuntimeError("next() of this iterator runs already: in another thread, or below a signal handler")
+        return LoaderTorn(
+            "an exception from outside (Ctrl-C, a signal handler that raised) left this loader in the middle of its "
+            "bookkeeping, or passed through its sampler\n    try    make a new iterator: iter(loader)"
+        )
+
+    def _warn_of_length(self) -> None:
+        if self._num_yielded <= (self._IterableDataset_len_called or 0):
+            return
+        warnings.warn(
+            f"Length of IterableDataset {self._dataset} was reported to be {self._IterableDataset_len_called}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+            "For multiprocessing data-loading, this could be caused by not properly configuring the "
+            "IterableDataset replica at each worker. Please see "
+            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples.",
+            stacklevel=4,
+        )
+
+
+class WorkerIterator(InterruptibleNext, LoaderEpochs):
+    """Iterates over a loader with worker processes."""
 
     def _next_batch(self) -> Unpacked | None:
         if self._gate is None:
@@ -472,7 +337,7 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
     def _hear_all(self, results: list[tuple[int, object]]) -> None:
         """What the batches that nobody will get could tell of bad samples."""
         for task, result in results:
-            came = _came(result)
+            came = came_from_worker(result)
             if came is not None:
                 samples, batch = self._orders.take(task), task - self._first_task
                 content = came.open()
@@ -482,75 +347,15 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
                     self._take_notes(content[0], samples, batch, came.worker)
         self._ready.clear()
 
-    # The end -------------------------------------------------------------------------------------------------------
-
     def _not_whole(self) -> HoldfastError | None:
         """Something that was asked for did not come, and nobody was told."""
         asked = self._next_task - self._first_task
         lost = missing(asked, self._num_yielded, self._told, self._supervisor.dropped)
         return lost or fewer_items(self._host.items, self._orders.items)
 
-    def _end(self) -> None:
-        self._record.wish = self._autoscale.wish if self._adapt else 0
-        if isinstance(self._host, KnowsMemory):
-            self._record.need = self._host.need
-        ran_s = time.monotonic() - self._began
-        if self._transfer is not None:
-            self._transfer.clear()
-        if not self._persistent_workers:
-            self._shutdown_workers()
-        if self._record.kept_in is not None:
-            self._record.kept_in.write_totals(self._stats, running=False)
-        if self._gate is not None:
-            self._gate.step()  # what those workers had is unregistered now, not when some other loader runs
-        self._record.ran_s += ran_s
-
-    @property
-    def _workers(self) -> list[WorkerProcess]:
-        """Process-like handles, as third parties expect them."""
-        return list(self._host.workers)
-
-    @property
-    def _workers_status(self) -> list[bool]:
-        return [worker.is_alive() for worker in self._host.workers]
-
-    def _shutdown_workers(self) -> None:
-        """End all processes of this iterator."""
-        if self._finalizer.alive:
-            self._record.workers.end()
-        self._close_host()
-        for silence in self._host.leftovers():
-            self._narrator.incident(silence)
-
-    def _close_host(self) -> None:
-        """May be called again where it was cut short."""
-        self._host.close()
-        self._finalizer.detach()
-
     def close_in_child(self) -> None:
         """In a forked child of the trainer. Another class asks nothing of the path of a batch."""
         self.__class__ = InheritedIterator
-
-
-def _came(result: object) -> Result | None:
-    """What came from a worker; None where the ledger itself has put something in its place."""
-    return None if result is None or isinstance(result, Lost | Short) else cast(Result, result)
-
-
-def _discard(result: object) -> None:
-    """Nobody opens it."""
-    came = _came(result)
-    if came is not None:
-        came.discard()
-
-
-def _close_for_good(host: Host) -> None:
-    """As `close`, where nobody would call again, and Python only prints what is raised."""
-    try:
-        host.close()
-    except BaseException:
-        host.close(0.0)
-        raise
 
 
 class InheritedIterator(WorkerIterator):
