@@ -6,6 +6,7 @@ of src/ with a frame, recorded by `sys.setprofile` in all processes.
 """
 
 import ast
+import logging
 import mmap
 import os
 import signal
@@ -25,6 +26,8 @@ from torch.utils.data import Dataset
 import holdfast
 
 SOURCE = Path(holdfast.__file__).parent
+# The index of the sample at which the worker is killed.
+SLOW = 20
 # Not counted as modules of the package: faults for users' tests, and the second host.
 APART = "testing"
 
@@ -87,7 +90,14 @@ class Ways:
         try:
             yield
         finally:
-            self._on[0] = 0
+            self.stop()
+
+    def start_and_kill(self, pid: int) -> None:
+        self._on[0] = 1
+        os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._on[0] = 0
 
     def files(self, *pids: int) -> list[str]:
         self._file.seek(0)
@@ -121,18 +131,39 @@ def way_of_an_index() -> list[str]:
         return ways.files(os.getpid(), worker)
 
 
+class OneSlow(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1.0 if index == SLOW else 0.0)
+        return super().__getitem__(index)
+
+
+class Told(logging.Handler):
+    """Ends the recording when the incident is told."""
+
+    def __init__(self, ways: Ways) -> None:
+        super().__init__()
+        self._ways = ways
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._ways.stop()
+
+
 def way_of_a_death() -> list[str]:
+    """The trainer waits for a batch, and its worker is killed."""
     with Ways() as ways:
-        loader = holdfast.DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork")
+        loader = holdfast.DataLoader(OneSlow(), batch_size=2, num_workers=1, multiprocessing_context="fork")
         iterator = iter(loader)
-        for _ in range(8):
+        for _ in range(SLOW // 2):
             next(iterator)
         worker = iterator._workers[0].pid
         keeper = parent_of(worker)
-        with ways.recording():
-            os.kill(worker, signal.SIGKILL)
-            while not loader.incidents:
-                next(iterator)
+        logger, told = logging.getLogger("holdfast"), Told(ways)
+        logger.addHandler(told)
+        killer = threading.Timer(0.5, ways.start_and_kill, (worker,))
+        killer.start()
+        next(iterator)
+        killer.join()
+        logger.removeHandler(told)
         return ways.files(os.getpid(), keeper)
 
 
