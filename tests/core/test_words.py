@@ -7,7 +7,7 @@ import pytest
 
 from holdfast import core
 from holdfast.core.messages import Cause, Did, Exited, Note
-from holdfast.diagnose.report import Record
+from holdfast.diagnose.narrator import Record
 from holdfast.loader.loader_narrator import LoaderNarrator
 from holdfast.policy import Policy
 

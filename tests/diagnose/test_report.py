@@ -10,7 +10,8 @@ import pytest
 from holdfast.core.messages import Cause, Stage, What
 from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.incident import BadSample, incident_of
-from holdfast.diagnose.report import KEPT, Record, Report
+from holdfast.diagnose.narrator import KEPT, Record
+from holdfast.diagnose.report import Report
 from holdfast.diagnose.stats import LoaderStats, PoolStats, WorkerStats, from_dict, to_dict
 from holdfast.system.evidence import Evidence, View
 

@@ -18,7 +18,8 @@ from holdfast.cli import explain, run
 from holdfast.core.messages import Cause, Exited, Lost, Place, Stage, What
 from holdfast.diagnose.finding import Again, Case, Finding
 from holdfast.diagnose.incident import BadSample
-from holdfast.diagnose.report import Record, speed_of
+from holdfast.diagnose.narrator import Record
+from holdfast.diagnose.report import speed_of
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.launch import elastic
 from holdfast.loader.loader_narrator import LoaderNarrator

@@ -7,9 +7,9 @@ rules/           the functions from a Case to a Finding
   resources        memory, descriptors, processes or space ran out
   data             the dataset raised an exception
 incident         words one case as one incident
-report           collects incidents and totals, as text and as JSON
+report           incidents and totals as text and as JSON
 stats            the totals of a loader or a pool, as records
-narrator         turns what happened to workers into incidents; each face has its own
+narrator         turns what happened to workers into incidents, and collects them; each face has its own
 run_folder       keeps incidents and totals in a folder, for its user alone
 pages/           what each finding means: `holdfast explain NAME`
 

@@ -1,25 +1,22 @@
-"""The report: what happened to a loader or a pool so far, as text and as JSON. `Record` collects it."""
+"""The report: what happened to a loader or a pool so far, as text and as JSON. narrator.py collects it."""
 
 import json
 import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Any
 
-from holdfast.core.host import Figures
 from holdfast.diagnose.finding import Finding
-from holdfast.diagnose.incident import TEXT, BadSample, Incident, as_dict, at_most
-from holdfast.diagnose.run_folder import RunFolder, for_json
-from holdfast.diagnose.stats import LoaderStats, Stats, WorkerStats, done_by, summary, to_dict
+from holdfast.diagnose.incident import as_dict
+from holdfast.diagnose.narrator import Record
+from holdfast.diagnose.run_folder import for_json
+from holdfast.diagnose.stats import LoaderStats, Stats, done_by, summary, to_dict
 from holdfast.errors import legible
 from holdfast.remote_exception import shown
 
 SCHEMA = 1
-# Incidents and bad samples that are kept whole; beyond, they are only counted.
-KEPT = 1000
 _EXAMPLES = 5
 _LABELLED = re.compile(r"\s*(seen|did|try|more) ")
 _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
@@ -27,82 +24,6 @@ _NAMES = re.compile(r"^(  )([a-z]+(?:-[a-z]+)+)\b", re.MULTILINE)
 _LEAST_S = 2.0
 _WAITS = 0.2
 _NEVER_WAITS = 0.02
-
-
-class Workers:
-    """What each worker has done and used, over all epochs. `ran_s`: for how long there were workers."""
-
-    def __init__(self) -> None:
-        self._past: dict[int, Counter[str]] = {}
-        self._pulses: Sequence[Figures] = ()
-        self._since = 0.0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of the loader, or one that is pickled, has what was done so far, and no workers."""
-        past = {worker: Counter(figures) for worker, figures in enumerate(self._now())}
-        return {"_past": self._past | past, "_pulses": (), "_since": 0.0}
-
-    def begin(self, pulses: Sequence[Figures]) -> None:
-        """An iterator's workers, from now on."""
-        self.end()
-        self._pulses, self._since = pulses, time.monotonic()
-
-    def end(self) -> None:
-        """They are gone; what they did counts."""
-        for worker, figures in enumerate(self._now()):
-            self._past[worker] = Counter(figures)
-        self._pulses = ()
-
-    def _now(self) -> list[dict[str, float]]:
-        ran_s = time.monotonic() - self._since if self._pulses else 0.0
-        return [self._with_past(worker, pulse.figures(), ran_s) for worker, pulse in enumerate(self._pulses)]
-
-    def _with_past(self, worker: int, figures: dict[str, float], ran_s: float) -> dict[str, float]:
-        past: Counter[str] = self._past.get(worker, Counter())
-        figures = dict(figures, waiting_s=max(0.0, ran_s - figures["busy_s"]))
-        for name in ("batches", "samples", "bytes_sent", "busy_s", "waiting_s"):
-            figures[name] = round(figures[name] + past[name], 3)
-        figures["peak_bytes"] = max(figures["peak_bytes"], past["peak_bytes"])
-        return figures
-
-    def stats(self) -> tuple[WorkerStats, ...]:
-        """One row for each worker that ever worked."""
-        rows = self._now() or [dict(self._past[worker]) for worker in sorted(self._past)]
-        return tuple(WorkerStats(worker=worker, **row) for worker, row in enumerate(rows) if row["batches"])
-
-
-@dataclass
-class Record:
-    """All that a loader has to report, over all its epochs."""
-
-    incidents: list[Incident] = field(default_factory=list)
-    bad_samples: list[BadSample] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    last_at: dict[str, float] = field(default_factory=dict)
-    """When each finding was last named, also of incidents that are only counted."""
-    waited_s: float = 0.0
-    ran_s: float = 0.0
-    need: int = 0
-    """Bytes that a worker needed at its peak, and workers that were best: the next epoch begins with them."""
-    wish: int = 0
-    workers: Workers = field(default_factory=Workers)
-    device_waited_s: float = 0.0
-    device_ran_s: float = 0.0
-    kept_in: RunFolder | None = None
-    """Where incidents are written at once, so that they outlive the trainer."""
-
-    def add(self, incident: Incident) -> None:
-        if self.kept_in is not None:
-            self.kept_in.write(as_dict(incident))
-        self.counts[f"incident:{incident.finding}"] += 1
-        self.last_at[incident.finding] = incident.at
-        if len(self.incidents) < KEPT:
-            self.incidents.append(incident)
-
-    def add_bad(self, bad: BadSample) -> None:
-        self.counts["bad_samples"] += 1
-        if len(self.bad_samples) < KEPT:
-            self.bad_samples.append(replace(bad, error=at_most(bad.error, TEXT)))
 
 
 def _times(first: float, last: float, count: int) -> str:

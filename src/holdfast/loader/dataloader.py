@@ -9,7 +9,8 @@ import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.diagnose.incident import Incident
-from holdfast.diagnose.report import Record, Report
+from holdfast.diagnose.narrator import Record
+from holdfast.diagnose.report import Report
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import to_dict
 from holdfast.loader.device import checked

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.core.host import Result
-from holdfast.diagnose.report import Record
+from holdfast.diagnose.narrator import Record
 from holdfast.loader.cuda_slots import CudaSlots, gate
 from holdfast.loader.tree import kept, mapped, moved, tensors_of
 from holdfast.shm.pack import SMALL

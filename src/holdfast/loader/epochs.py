@@ -19,7 +19,7 @@ from holdfast.core.host import HasPulses, Host, HostMaker, KnowsMemory, LendsSlo
 from holdfast.core.ledger import Ledger
 from holdfast.core.messages import Deliver, Lost, Short
 from holdfast.core.supervisor import Supervisor
-from holdfast.diagnose.report import Record
+from holdfast.diagnose.narrator import Record
 from holdfast.errors import BatchTimeout
 from holdfast.loader import seeds
 from holdfast.loader.batch_requests import BatchRequests

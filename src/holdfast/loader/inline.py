@@ -10,7 +10,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from holdfast.core.restart_budget import BadSampleBreaker
 from holdfast.diagnose.incident import where
-from holdfast.diagnose.report import Record
+from holdfast.diagnose.narrator import Record
 from holdfast.errors import SampleError
 from holdfast.loader.batch_requests import Spares, lasting
 from holdfast.loader.device import Unpacked, checked, present

@@ -11,8 +11,7 @@ from holdfast.core.host import Silence
 from holdfast.core.messages import Did, Exited, Lost, Note, Stage, Stop, What
 from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.incident import BadSample, incident_of, where
-from holdfast.diagnose.narrator import Narrator
-from holdfast.diagnose.report import Record
+from holdfast.diagnose.narrator import Narrator, Record
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.errors import TooManyBad, WorkerLost
 from holdfast.loader.cached import CachedDataset

@@ -19,7 +19,8 @@ from holdfast.core.autoscale import Autoscale
 from holdfast.core.host import HostMaker, KnowsMemory, WorkerProcess
 from holdfast.core.ledger import Ledger
 from holdfast.diagnose.incident import Incident
-from holdfast.diagnose.report import Record, Report
+from holdfast.diagnose.narrator import Record
+from holdfast.diagnose.report import Report
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import PoolStats, to_dict
 from holdfast.errors import HoldfastError

@@ -8,8 +8,7 @@ from typing import Any
 from holdfast.core.messages import Cause, Did, Exited, Lost, Note, Stop, What
 from holdfast.diagnose.finding import Case
 from holdfast.diagnose.incident import incident_of, where
-from holdfast.diagnose.narrator import Narrator
-from holdfast.diagnose.report import Record
+from holdfast.diagnose.narrator import Narrator, Record
 from holdfast.diagnose.stats import PoolStats
 from holdfast.errors import HoldfastError, PoolBroken, RemoteTraceback, TaskLost, TaskTimeout
 from holdfast.policy import Policy
