@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from holdfast.diagnose.run_folder import open_to_append
+from holdfast.system.run_files import open_to_append
 
 # How many lines of a rank an error shows, and how many letters of each.
 KEPT_LINES = 20

@@ -1,6 +1,6 @@
-/* The two hot stores of the pulse: which stage a worker is in, and which sample it is at, each with the time.
+/* The hot stores of the pulse: which stage a worker is in, and which sample it is at, each with the time, and its index.
 
-In Python that is five operations for each sample and seven for each stage; with samples that are at hand at once, three
+In Python that is eight operations for each sample and seven for each stage; with samples that are at hand at once, three
 percent of a worker's time.
 
 Optional: without a compiler Python does the same, see local/protocol/pulse.py. */
@@ -8,13 +8,20 @@ Optional: without a compiler Python does the same, see local/protocol/pulse.py. 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 #include <time.h>
 
 typedef struct {
     PyObject_HEAD
     Py_buffer page; /* keeps the memory of these three */
-    volatile int64_t *stage, *position, *since;
+    volatile int64_t *stage, *position, *since, *index, *kind;
+    char *text;
 } Recorder;
+
+/* As in local/protocol/pulse.py. */
+enum { NO_INDEX, NUMBER, TEXT };
+#define TEXT_BYTES 64
+#define MOST_PARTS 8
 
 typedef struct {
     PyObject_HEAD
@@ -29,11 +36,69 @@ static int64_t time_of(clockid_t clock) {
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
+static int is_atom(PyObject *value) {
+    if (PyUnicode_CheckExact(value)) return PyUnicode_GET_LENGTH(value) <= TEXT_BYTES;
+    if (PyBytes_CheckExact(value)) return PyBytes_GET_SIZE(value) <= TEXT_BYTES;
+    return PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyBool_Check(value) || value == Py_None;
+}
+
+/* Its repr is short, and no code of the user's. */
+static int is_plain(PyObject *index) {
+    if (!PyTuple_CheckExact(index) && !PyList_CheckExact(index)) return is_atom(index);
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(index);
+    for (Py_ssize_t i = 0; count <= MOST_PARTS && i < count; i++)
+        if (!is_atom(PySequence_Fast_GET_ITEM(index, i))) return 0;
+    return count <= MOST_PARTS;
+}
+
+static void note_text(Recorder *to, PyObject *index) {
+    const char *name = strrchr(Py_TYPE(index)->tp_name, '.');
+    PyObject *text = is_plain(index) ? PyObject_Repr(index)
+                                     : PyUnicode_FromFormat("<%s>", name ? name + 1 : Py_TYPE(index)->tp_name);
+    PyObject *bytes = text == NULL ? NULL : PyUnicode_AsEncodedString(text, "utf-8", "replace");
+    if (bytes != NULL) {
+        Py_ssize_t size = PyBytes_GET_SIZE(bytes);
+        memset(to->text, 0, TEXT_BYTES);
+        memcpy(to->text, PyBytes_AS_STRING(bytes), size < TEXT_BYTES ? size : TEXT_BYTES);
+        *to->kind = TEXT;
+    } else {
+        PyErr_Clear(); /* it is not named, and nothing else fails */
+    }
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+}
+
+static void note_index(Recorder *to, PyObject *index) {
+    *to->kind = NO_INDEX;
+    if (PyLong_CheckExact(index)) {
+        int overflow;
+        int64_t value = PyLong_AsLongLongAndOverflow(index, &overflow);
+        if (!overflow) {
+            *to->index = value, *to->kind = NUMBER;
+            return;
+        }
+    } else if (PyIndex_Check(index)) {
+        PyObject *number = PyNumber_Index(index); /* numpy's, torch's */
+        if (number != NULL) {
+            int overflow;
+            int64_t value = PyLong_AsLongLongAndOverflow(number, &overflow);
+            Py_DECREF(number);
+            if (!overflow) {
+                *to->index = value, *to->kind = NUMBER;
+                return;
+            }
+        }
+        PyErr_Clear(); /* user code, or an array: its type is written */
+    }
+    note_text(to, index);
+}
+
 static PyObject *walk_next(Walk *self) {
     PyObject *index = PyIter_Next(self->indices);
     if (index != NULL) {
         *self->to->position = self->next++;
         *self->to->since = time_of(CLOCK_MONOTONIC_COARSE); /* some milliseconds ago; the exact time takes 40 ns */
+        note_index(self->to, index);
     }
     return index;
 }
@@ -92,25 +157,30 @@ static PyObject *recorder_enter(Recorder *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-/* Recorder(words, stage, position, since): `words` is memory of 64-bit words; the others are numbers of three. */
+/* Recorder(words, stage, position, since, index, kind, text): `words` is memory of 64-bit words; the others are numbers
+of words, `text` the first of eight. */
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     PyObject *words;
-    Py_ssize_t stage, position, since;
+    Py_ssize_t at[6], last = -1;
     if (named != NULL && PyDict_GET_SIZE(named)) {
-        PyErr_SetString(PyExc_TypeError, "Recorder(words, stage, position, since), by position");
+        PyErr_SetString(PyExc_TypeError, "Recorder(words, stage, position, since, index, kind, text), by position");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "Onnn", &words, &stage, &position, &since)) return NULL;
+    if (!PyArg_ParseTuple(args, "Onnnnnn", &words, at, at + 1, at + 2, at + 3, at + 4, at + 5)) return NULL;
     Recorder *made = (Recorder *)type->tp_alloc(type, 0);
     if (made == NULL || PyObject_GetBuffer(words, &made->page, PyBUF_WRITABLE) < 0) goto failed;
-    Py_ssize_t least = stage < position ? stage : position, most = stage > position ? stage : position;
-    least = least < since ? least : since, most = most > since ? most : since;
-    if (least < 0 || made->page.len / 8 <= most) {
+    for (int i = 0; i < 6; i++) {
+        if (at[i] < 0) last = PY_SSIZE_T_MAX - TEXT_BYTES;
+        Py_ssize_t end = at[i] + (i == 5 ? TEXT_BYTES / 8 - 1 : 0);
+        last = last > end ? last : end;
+    }
+    if (made->page.len / 8 <= last) {
         PyErr_SetString(PyExc_IndexError, "there is no such word");
         goto failed;
     }
     int64_t *first = made->page.buf;
-    made->stage = first + stage, made->position = first + position, made->since = first + since;
+    made->stage = first + at[0], made->position = first + at[1], made->since = first + at[2];
+    made->index = first + at[3], made->kind = first + at[4], made->text = (char *)(first + at[5]);
     return (PyObject *)made;
 failed:
     Py_XDECREF(made);

@@ -4,8 +4,12 @@ The worker writes plain stores, no system call and no message; when it dies, han
 what it was on. The trainer writes `FLOOR`, below which tasks are not wanted any more, and `WANTED`, for which it waits
 right now (or has waited). The keeper writes what it measures (`MEMORY` to `FILES`), and both may ask the worker to
 leave after its batch: `ASKED`. The first words are the job's own, see core/host.py.
+
+The worker also notes the index of the sample at hand: a number as such, any other index as text. So whoever finds a
+dead trainer and a dead worker can say which sample it was.
 """
 
+import operator
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,11 +23,25 @@ PAGE = 4096
 LIFE, TASK, DUMPABLE, TASKS, SIGNALS, LAST_SIGNAL, FLOOR = range(JOB_WORDS, JOB_WORDS + 7)
 # ASKED, LEAVING: a `Leave`. MEMORY: what its private memory has grown by since BASE; PEAK: at most.
 ASKED, LEAVING, MEMORY, PEAK, FILES, BUSY_NS, BYTES, WANTED = range(FLOOR + 1, FLOOR + 9)
-FIELDS = WANTED + 1
+# The index at hand. INDEX_KIND says how to read it: a number in INDEX, text at INDEX_TEXT, or nothing.
+INDEX, INDEX_KIND = WANTED + 1, WANTED + 2
+NO_INDEX, NUMBER, TEXT = range(3)
+# Where the text is, in words, and its length in bytes at most; it ends with a zero byte if it is shorter.
+INDEX_TEXT, TEXT_BYTES = 64, 64
+# A longer tuple is written as its type.
+_MOST_PARTS = 8
+FIELDS = INDEX_TEXT + TEXT_BYTES // 8
 # The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
 GIL = 127
 # From here on in the page: who sent the last signal, see system/signal_origin.py.
 _SENDER_AT = 1024
+
+
+# What a new life finds empty.
+_OF_A_LIFE = (
+    *(STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED, SPARE),
+    INDEX_KIND,
+)
 
 
 class PlainRecorder:
@@ -47,7 +65,33 @@ class PlainRecorder:
     def _walk(words: memoryview, indices: Iterable[Any]) -> Iterator[Any]:
         for words[POSITION], index in enumerate(indices):
             words[SINCE] = time.monotonic_ns()
+            _note_index(words, index)
             yield index
+
+
+def _note_index(words: memoryview, index: Any) -> None:
+    """As the compiled one does. Of an object only the type is written: its `repr` may be long, and is user code."""
+    words[INDEX_KIND] = NO_INDEX
+    try:
+        words[INDEX] = operator.index(index)
+        words[INDEX_KIND] = NUMBER
+        return
+    except Exception:  # no number, or user code
+        text = repr(index) if _is_plain(index) else f"<{type(index).__name__}>"
+    data = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    words[INDEX_TEXT : INDEX_TEXT + TEXT_BYTES // 8] = memoryview(data).cast("q")
+    words[INDEX_KIND] = TEXT
+
+
+def _is_plain(index: Any) -> bool:
+    if type(index) in (tuple, list):
+        return len(index) <= _MOST_PARTS and all(map(_is_atom, index))
+    return _is_atom(index)
+
+
+def _is_atom(value: Any) -> bool:
+    kind = type(value)
+    return kind in (int, float, bool, type(None)) or (kind in (str, bytes) and len(value) <= TEXT_BYTES)
 
 
 def recorder(words: memoryview) -> Recorder:
@@ -56,7 +100,7 @@ def recorder(words: memoryview) -> Recorder:
         from holdfast.local.protocol._pulse import Recorder as Compiled
     except ImportError:  # built without a compiler
         return PlainRecorder(words)
-    return Compiled(words, STAGE, POSITION, SINCE)
+    return Compiled(words, STAGE, POSITION, SINCE, INDEX, INDEX_KIND, INDEX_TEXT)
 
 
 class Pulse:
@@ -73,7 +117,7 @@ class Pulse:
 
     def begin_life(self, life: int) -> None:
         """Which process: the keeper, before the fork."""
-        for field in (STAGE, TASK, POSITION, DUMPABLE, JOURNALLED, ASKED, LEAVING, BASE, MEMORY, FILES, ALLOWED, SPARE):
+        for field in _OF_A_LIFE:
             self.words[field] = 0
         self.words[TASK] = -1
         self.words[SINCE] = time.monotonic_ns()
@@ -84,6 +128,17 @@ class Pulse:
         words = self.words
         seconds = max(0.0, now - words[SINCE] / 1e9)
         return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds, words[SPARE])
+
+    @property
+    def index(self) -> int | str | None:
+        """The sample at hand: a number, or an index as Python writes it. None if there is none, or none was noted."""
+        words = self.words
+        if words[STAGE] != Stage.FETCH or words[INDEX_KIND] == NO_INDEX:
+            return None
+        if words[INDEX_KIND] == NUMBER:
+            return int(words[INDEX])
+        text = bytes(words[INDEX_TEXT : INDEX_TEXT + TEXT_BYTES // 8])
+        return text.partition(b"\0")[0].decode(errors="replace")
 
     def figures(self) -> dict[str, float]:
         """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present
