@@ -4,10 +4,18 @@ import argparse
 import sys
 
 from holdfast import __version__
-from holdfast.cli import demo, doctor, explain, repro, run, top
+from holdfast.cli import demo, doctor, explain, read_run, repro, run, top
 from holdfast.errors import HoldfastError
 
-COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro, "run": run, "top": top}
+COMMANDS = {
+    "demo": demo,
+    "doctor": doctor,
+    "explain": explain,
+    "report": read_run,
+    "repro": repro,
+    "run": run,
+    "top": top,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

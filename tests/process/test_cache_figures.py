@@ -52,7 +52,7 @@ def test_a_dataset_with_figures_of_its_own(kind, workers, tmp_path, monkeypatch)
         assert set(caches) <= {"CachedDataset", "FileCache part"}
         assert len(caches) == (isinstance(dataset, CachedDataset) or isinstance(dataset.part, FileCache))
         assert "8 samples delivered" in str(loader.report())
-    assert len(list(tmp_path.glob("stats-*.json"))) == 4 * workers
+    assert len(list(tmp_path.glob("trainer-*.jsonl"))) == 4 * workers
 
 
 @pytest.mark.parametrize("workers", [0, 1])

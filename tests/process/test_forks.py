@@ -182,7 +182,7 @@ def test_totals_of_a_child_are_its_own(tmp_path, monkeypatch):
     mine = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert Child(lambda: len(list(loader))).said() == 2
     assert {path: path.read_bytes() for path in mine} == mine
-    assert len(list(tmp_path.glob("stats-*.json"))) == 2
+    assert len(list(tmp_path.glob("trainer-*.jsonl"))) == 2
 
 
 # Workers -------------------------------------------------------------------------------------------------------------

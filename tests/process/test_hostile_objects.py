@@ -226,7 +226,7 @@ def test_an_index_that_cannot_be_shown(bad_sample, tmp_path, monkeypatch):
     assert [found[0], *found[2:]] == [[0, 1], [4, 5], [6, 7]]
     assert found[1] is BadStr if bad_sample == "raise" else isinstance(found[1], list)
     assert "BadIndex" in str(loader.report())
-    assert [file for file in tmp_path.glob("incidents-*.jsonl") if "BadStr" in file.read_text()]
+    assert [file for file in tmp_path.glob("trainer-*.jsonl") if "BadStr" in file.read_text()]
 
 
 class Unlike(int):

@@ -83,9 +83,9 @@ def test_a_log_line_is_one_line():
 def test_top_is_legible(monkeypatch, tmp_path, capsys):
     """The last incident stands in it, and whatever somebody else has put into a file of totals."""
     run(monkeypatch, tmp_path)
-    (file,) = tmp_path.glob("stats-*.json")
+    (file,) = tmp_path.glob("trainer-*.jsonl")
     shot = json.loads(file.read_text())
-    (tmp_path / "stats-1-0.json").write_text(json.dumps({**shot, "kind": HOSTILE, "last_incident": HOSTILE}))
+    (tmp_path / "trainer-1-0.jsonl").write_text(json.dumps({**shot, "kind": HOSTILE, "last_incident": HOSTILE}))
     assert main(["top", str(tmp_path), "--once"]) == 0
     text = capsys.readouterr().out
     assert "\\x1b[2J" in text and not odd(text)

@@ -41,7 +41,7 @@ def incident(**again):
 
 
 def written(folder, *incidents):
-    file = folder / "incidents-1-0.jsonl"
+    file = folder / "trainer-1-0.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in incidents))
     return str(file)
 
@@ -69,7 +69,7 @@ def test_a_dataset_beside_the_file_does_not_run(tmp_path, capsys):
     """The dataset that was kept is a pickle, too: opened with --trust alone."""
     marker = tmp_path / "marker"
     file = written(tmp_path, incident(literal="(3,)"))
-    (tmp_path / "incidents-1-0.dataset").write_bytes(pickle.dumps(Wild(marker)))
+    (tmp_path / "trainer-1-0.dataset").write_bytes(pickle.dumps(Wild(marker)))
     assert main(["repro", file]) == 2
     said = capsys.readouterr().err
     assert not marker.exists()
@@ -180,7 +180,7 @@ def test_a_pickle_that_holds_no_indices_is_bad_input(tmp_path, capsys, indices):
 )
 def test_a_file_that_makes_no_sense_is_bad_input(tmp_path, capsys, line):
     """One line says so, and no traceback."""
-    file = tmp_path / "incidents-1-0.jsonl"
+    file = tmp_path / "trainer-1-0.jsonl"
     file.write_bytes(line.encode(errors="surrogateescape") + b"\n")
     assert main(["repro", str(file), "--dataset", HERE]) == 2
     (said,) = capsys.readouterr().err.splitlines()

@@ -66,7 +66,7 @@ def test_incidents_are_kept_in_the_run_folder(tmp_path, monkeypatch):
     seen = tmp_path / "seen"
     seen.mkdir()
     holdfast.spawn(ranks.fail_until, (2, str(seen)), 2, start_method="fork", policy=Policy(restarts=3))
-    (file,) = (tmp_path / "run").glob("incidents-*.jsonl")
+    (file,) = (tmp_path / "run").glob("trainer-*.jsonl")
     (line,) = file.read_text().splitlines()
     incident = json.loads(line)
     assert incident["headline"].startswith("process 0 terminated with signal SIGKILL")

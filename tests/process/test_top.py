@@ -106,24 +106,24 @@ BROKEN = {
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_file_that_makes_no_sense_is_left_out(how, run_dir, capsys):
     """The others are shown, and one line says which is not."""
-    (whole,) = run_dir.glob("stats-*.json")
+    (whole,) = run_dir.glob("trainer-*.jsonl")
     text = BROKEN[how]
     text = text if not callable(text) else json.dumps(text(json.loads(whole.read_text())))
-    (run_dir / "stats-1-0.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (run_dir / "trainer-1-0.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["top", str(run_dir), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("10 batches" in line for line in lines)
-    assert [line for line in lines if "stats-1-0.json" in line] == lines[-1:]
+    assert [line for line in lines if "trainer-1-0.jsonl" in line] == lines[-1:]
     assert main(["top", str(run_dir), "--json"]) == 0
     said = capsys.readouterr()
     assert [shot["name"] for shot in json.loads(said.out)] == [whole.stem.removeprefix("stats-")]
-    assert "stats-1-0.json" in said.err and len(said.err.splitlines()) == 1
+    assert "trainer-1-0.jsonl" in said.err and len(said.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(os.devnull, path)], ids=range(3))
 def test_what_is_no_file_is_left_out(make, run_dir, capsys):
     """Nobody waits for a pipe's writer."""
-    make(run_dir / "stats-1-0.json")
+    make(run_dir / "trainer-1-0.jsonl")
     assert main(["top", str(run_dir), "--once"]) == 0
     said = capsys.readouterr().out
     assert "10 batches" in said and "left out stats-1-0.json" in said
@@ -170,11 +170,11 @@ def test_what_happened_in_a_pool_outlives_who_made_it(tmp_path, capsys):
     env = {**os.environ, "HOLDFAST_RUN_DIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout.readline() == b"ready\n"
-        (file,) = tmp_path.glob("incidents-*.jsonl")
+        (file,) = tmp_path.glob("trainer-*.jsonl")
         findings = [json.loads(line)["finding"] for line in file.read_text().splitlines()]
 
         def lost():
-            return json.loads(next(tmp_path.glob("stats-*.json")).read_text())["stats"]["lost"]
+            return json.loads(next(tmp_path.glob("trainer-*.jsonl")).read_text())["stats"]["lost"]
 
         until(lambda: lost() == 1, "the totals are not written while a task runs")
         process.send_signal(signal.SIGKILL)

@@ -3,6 +3,7 @@
 demo      a training whose workers die, and the proof that nothing was lost
 doctor    checks the machine, the libraries and a dataset before a training
 explain   what a log or a traceback means; the pages of the findings
+read_run  `holdfast report`: what happened in a run, by its folder
 repro     loads the sample of an incident again
 run       runs a training script with Holdfast's loader in the place of torch's
 top       what loaders and pools do now

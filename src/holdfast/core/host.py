@@ -196,12 +196,14 @@ class HostMaker(Protocol):
         take_back: bool = False,
         fixed: bool = False,
         enough: int | None = None,
+        facts: str | None = None,
     ) -> Host:
         """`busy`: how many tasks may be out at once. `fork`: workers know what this process knows; or they know only
         what is pickled. `sample_timeout`: a worker that is on one place for longer is killed. `growth_bytes`: what a
         worker may allocate. `need`: what one needed in an earlier epoch. `take_back`: tasks that were sent and not
         begun may be wanted back. `fixed`: no worker can do the work of another. `enough`: batches of a worker that
-        may be in memory before it waits, see shm/slot_writer.py.
+        may be in memory before it waits, see shm/slot_writer.py. `facts`: a log to which what happens to workers is
+        appended at once, see local/keeper/fact_log.py.
         """
 
 

@@ -63,6 +63,7 @@ class What(Enum):
     RETRIED = auto()  # user code raised, and did not at a later attempt
     UNPINNED = auto()  # the device cannot read shared memory in place
     STATELESS = auto()  # the state of a stream cannot be saved
+    TRAINER_ENDED = auto()  # the trainer is gone, and has not said stop: its keeper saw it
 
 
 class Did(Enum):

@@ -11,6 +11,7 @@ report           incidents and totals as text and as JSON
 stats            the totals of a loader or a pool, as records
 narrator         turns what happened to workers into incidents, and collects them; each face has its own
 run_folder       keeps incidents and totals in a folder, for its user alone
+run_reader       joins what trainer and keepers wrote there, and diagnoses what has no verdict
 pages/           what each finding means: `holdfast explain NAME`
 
 foreign_logs     finds the causes in a log that others wrote

@@ -56,6 +56,8 @@ class Incident:
     """For a pool: the function that was called. `batch` is then the number of the task."""
     evidence: Evidence | None = None
     """All that was seen, but for the stack; None of an exception."""
+    what: str = ""
+    """What it is about, as `What` has it, in small letters."""
 
     def __str__(self) -> str:
         lines = [self.headline, f"  {self.finding}: {self.says}"]
@@ -127,6 +129,7 @@ def told(case: Case, finding: Finding, headline: str, stack: str) -> Incident:
         at=case.at,
         call=case.call,
         evidence=_without_stack(case.evidence),
+        what=case.what.name.lower(),
     )
 
 
@@ -226,6 +229,8 @@ def _headline(case: Case, finding: Finding) -> str:
             return "the trainer cannot let the device read shared memory in place"
         case What.STATELESS:
             return f"{who} cannot save the state of its stream"
+        case What.TRAINER_ENDED:
+            end = "is gone" if case.cause is None else _end(case)
         case What.EXITED:
             end = _end(case)
         case What.SILENT:

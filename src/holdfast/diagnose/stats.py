@@ -1,6 +1,5 @@
 """Stats: the totals of a loader or of a pool, as records. Users get them as a dict: see `to_dict`."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -69,18 +68,6 @@ def to_dict(stats: Stats) -> dict[str, Any]:
     found = {each.name: getattr(stats, each.name) for each in fields(stats)}
     found["per_worker"] = [asdict(row) for row in stats.per_worker]
     return {name: value for name, value in found.items() if value is not None}
-
-
-def from_dict(data: Mapping[str, Any], of_pool: bool) -> Stats:
-    """What `to_dict` made, perhaps in another version: what is missing is 0, what is unknown is left out."""
-    kind: type[LoaderStats] | type[PoolStats] = PoolStats if of_pool else LoaderStats
-    rows = tuple(WorkerStats(**_known(WorkerStats, row)) for row in data.get("per_worker", ()))
-    return kind(**{**_known(kind, data), "per_worker": rows})
-
-
-def _known(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(kind)}
-    return {name: value for name, value in data.items() if name in names}
 
 
 def summary(stats: Stats) -> str:

@@ -12,6 +12,7 @@ keeper/     what runs in the keeper
   worker_life      what is known of one; how long it may be silent
   worker_watch     the tick: memory, descriptors, silence; a closer look at a worker that hangs
   memory_budget    how many workers fit into memory
+  fact_log         what happens, into the run folder
 trainer/    what runs in the trainer
   local_host       LocalHost: orders in, events out
   worker_channel   its ends of one life: the pipe of tasks, letter boxes, slots; what workers say becomes events

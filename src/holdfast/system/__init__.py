@@ -6,6 +6,7 @@ cgroups           limits and counters of control groups, and the kernel's counte
 evidence          facts taken at the moment of an incident
 snapshot          what a process has open; a second opinion on one that hangs (py-spy)
 signal_origin     who sent a signal, and which handler raised
+run_files         private folders and files, and logs that grow by whole lines
 redact            command lines without their secrets
 secret_patterns   what secrets look like
 """

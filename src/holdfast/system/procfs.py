@@ -1,11 +1,13 @@
 """What /proc tells of a process: what it waits for, what it has open, who it is. Nothing raises when it is gone."""
 
 import errno
+import fcntl
 import linecache
 import os
 import platform
 import re
 import resource
+import select
 import stat
 import struct
 from collections import Counter
@@ -297,6 +299,35 @@ def exit_status(pid: int) -> int | None:
     """The exit code of a process that has ended and was not reaped yet, as in multiprocessing; None if unknown."""
     fields = linux.stat_fields(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
+
+
+# Linux 6.15 tells the exit code of a process that is reaped already, through a pidfd that was open before: the request
+# PIDFD_GET_INFO, what is asked for, and where the answer lies (linux/pidfd.h).
+_GET_INFO, _INFO_EXIT, _INFO_BYTES, _CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
+
+
+def end_of(pid: int, pidfd: int | None, patience_s: float) -> tuple[bool, int | None]:
+    """Whether a process that is no child of ours ends within that time; its exit code as in multiprocessing, or None
+    if the kernel does not tell.
+    """
+    ended = False
+    if pidfd is not None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        ended = bool(poll.poll(patience_s * 1000))
+    code = exit_status(pid)
+    if pidfd is None:
+        return linux.process_state(pid) in ("", "Z"), code
+    if not ended or code is not None:
+        return ended, code
+    told = bytearray(struct.pack("<Q", _INFO_EXIT).ljust(_INFO_BYTES, b"\0"))
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, told)
+    except OSError:
+        return True, None  # an older kernel
+    if not struct.unpack_from("<Q", told)[0] & _INFO_EXIT:
+        return True, exit_status(pid)  # not reaped yet
+    return True, os.waitstatus_to_exitcode(struct.unpack_from("<i", told, _CODE_AT)[0])
 
 
 def mounts() -> dict[str, str]:

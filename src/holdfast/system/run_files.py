@@ -89,7 +89,7 @@ _OTHERS = 0o077
 # What a run folder and a `log_dir` hold: see diagnose/run_folder.py and launch/output.py.
 _OURS = re.compile(r"(?:trainer|keeper)-\d+-\d+\.(?:jsonl|draft|dataset)|rank-\d+-attempt-\d+\.log")
 # O_NONBLOCK: a pipe without a reader is an error, not a wait for ever. It means nothing to a regular file.
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Folders that were open to others, by device, inode and rights. Holdfast warns once about each.
 _found: set[tuple[int, int, int]] = set()
 

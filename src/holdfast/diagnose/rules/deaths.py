@@ -28,9 +28,6 @@ def boot_raised(case: Case) -> Finding | None:
     )
 
 
-STARTUP = (boot_raised,)
-
-
 # The worker ended itself: a fatal signal of its own making, or an exit.
 
 
@@ -293,4 +290,39 @@ def _scheduler_of(sender: Sender | None) -> tuple[str, str]:
     return next(((name, advice) for pattern, name, advice in _SCHEDULERS if pattern.search(command)), ("", ""))
 
 
+def trainer_ended(case: Case) -> Finding | None:
+    """The trainer is gone and has not closed its workers: its keeper saw it, and noted how."""
+    evidence = case.evidence
+    if case.what is not What.TRAINER_ENDED or evidence is None:
+        return None
+    if case.cause is Cause.EXIT:
+        says = f"it left with exit code {case.code} without closing its workers: by os._exit, most likely"
+        return Finding("trainer-ended", says, (f"exit code {case.code}",), _ITS_OUTPUT, "likely")
+    if case.cause is Cause.SIGNAL and case.code != signal.SIGKILL:
+        name = signal_name(case.code)
+        says = f"{name} ended it: {'a crash of its own' if case.code in OWN_FAULT else 'somebody sent it, most likely'}"
+        return Finding("trainer-ended", says, (f"exit by {name}",), _ITS_OUTPUT, "likely")
+    if case.cause is Cause.SIGNAL:
+        seen, says = "exit by SIGKILL", "something killed it with SIGKILL; who is unknown"
+    else:
+        seen = "no exit code could be read (Linux keeps it from 6.15 on)"
+        says = "it ended without closing its workers: killed, crashed or by os._exit; which is unknown"
+    oom = evidence.oom
+    ours = f"cgroup oom_kill {oom.before} -> {oom.after}" if oom is not None and oom.scope == "cgroup" else ""
+    if evidence.kernel_log or ours:
+        says = "the kernel killed it, because memory was used up"
+        advice = "fewer workers, a smaller batch, less kept in the trainer: its memory counts with that of the workers"
+        known = (seen, *filter(None, (evidence.kernel_log, ours)))
+        return Finding("trainer-ended", says, known, advice, "certain" if evidence.kernel_log else "likely")
+    counters = ("the kernel's counters of kills for memory did not rise",) if evidence.counters and oom is None else ()
+    if oom is not None:
+        counters = (f"host oom_kill {oom.before} -> {oom.after}, which may have been another process",)
+    advice = "look at `dmesg | grep -i oom`, the scheduler's log, and for whoever runs kill -9 here"
+    return Finding("trainer-ended", says, (seen, *counters, *_around(evidence)), advice, "possible")
+
+
+_ITS_OUTPUT = "look at the last lines that the trainer printed"
+
+# Asked before the rules of the other files, and after them.
+STARTUP = (trainer_ended, boot_raised)
 RULES = (sent, crashed, exited, trainer_signalled, keeper_lost, killed, interrupted, scheduled, noted, ended_by_signal)

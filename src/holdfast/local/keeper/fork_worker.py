@@ -52,6 +52,7 @@ class KeeperOrders(NamedTuple):
     one_by_one: bool
     fixed: bool
     enough: int | None
+    facts: str | None = None
 
 
 class Unforked(NamedTuple):
@@ -91,7 +92,7 @@ class WorkerForker:
         pulse.begin_life(order.life)
         refused = self._refused_descriptors(fds)
         if refused:
-            _close(fds)
+            close_all(fds)
             return _never_born(order, now, refused)
         keeper_pid = os.getpid()
         # Signals wait until the child has its own handlers: it inherits ours.
@@ -105,7 +106,7 @@ class WorkerForker:
             if now - since < FORK_PATIENCE_S and (self._orders.fixed or not self._lives):
                 self.unforked.append(Unforked(order, fds, since))
                 return None
-            _close(fds)
+            close_all(fds)
             return _never_born(order, now, error.errno or 0)
         if pid == 0:
             self._be_worker(order, fds, before, keeper_pid)
@@ -120,7 +121,7 @@ class WorkerForker:
             order, fds, _ = waiting
             if (order.worker, order.life) == (worker, number):
                 self.unforked.remove(waiting)
-                _close(fds)
+                close_all(fds)
                 return _never_born(order, time.monotonic(), 0)._replace(cause=Cause.ASKED)
         return None
 
@@ -174,19 +175,19 @@ class WorkerForker:
         """In the child: what is the keeper's, and other lives'."""
         self._orders.control.close()
         for life in self._lives.values():
-            _close((life.batches, life.crash))
+            close_all((life.batches, life.crash))
             if life.pidfd is not None:
                 os.close(life.pidfd)
         self._lives = {}
         for waiting in self.unforked:
-            _close(waiting.fds)
+            close_all(waiting.fds)
         self.unforked.clear()
         if self._trainer is not None:
             os.close(self._trainer)
             self._trainer = None
 
 
-def _close(fds: Iterable[int]) -> None:
+def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 

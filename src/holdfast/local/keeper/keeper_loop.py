@@ -21,7 +21,8 @@ import time
 
 from holdfast.core.host import Job
 from holdfast.core.messages import Cause, Exited, Leave, Place, Stage
-from holdfast.local.keeper.fork_worker import KeeperOrders, WorkerForker
+from holdfast.local.keeper.fact_log import FactLog
+from holdfast.local.keeper.fork_worker import KeeperOrders, WorkerForker, close_all
 from holdfast.local.keeper.worker_life import Scene, WorkerLife
 from holdfast.local.keeper.worker_watch import Outbox, WorkerWatch
 from holdfast.local.protocol.pulse import LEAVING, PAGE, Pulse
@@ -64,11 +65,15 @@ class Keeper:
         self._trainer = linux.open_pidfd(orders.trainer_pid)
         self._poll = select.poll()
         self._stop_at: float | None = None
+        self._told_to_stop = self._deaf = False  # by the trainer; it has closed its socket
         self._oom = orders.oom
         self._worlds = worlds()
         self._pyspy = PySpy()
         self._lives: dict[int, WorkerLife] = {}  # by pid
-        self._outbox = Outbox(orders.control)
+        self._began = time.monotonic()
+        settings = {"sample_timeout": orders.sample_timeout, "growth_bytes": orders.growth_bytes}
+        self._facts = FactLog(orders.facts, pulses, pool=orders.one_by_one, **settings)
+        self._outbox = Outbox(orders.control, self._facts)
         scene = Scene(orders.trainer_threads, self._worlds, self._oom.readable)
         self._forker = WorkerForker(orders, job, pulses, self._lives, self._trainer, self._pyspy, scene)
         self._watch = WorkerWatch(orders, self._lives, self._outbox, self._pyspy)
@@ -88,8 +93,7 @@ class Keeper:
             timeout = self._watch.tick_s if self._lives or self._forker.unforked else 1.0
             for fd, _ in self._poll.poll(timeout * 1000):
                 if fd == self._trainer:
-                    self._kill_all()
-                    return
+                    self._trainer_is_gone()
                 if fd == self._orders.control.fileno():
                     self._listen()
             self._reap()
@@ -100,6 +104,17 @@ class Keeper:
                 self._outbox.say(KeeperSignalled(number, evidence))
         self._part()
         self._kill_all()
+        if not self._told_to_stop:
+            trainer = self._orders.trainer_pid
+            self._facts.trainer_ended(trainer, self._trainer, self._oom, self._began, time.monotonic())
+
+    def _trainer_is_gone(self) -> None:
+        """Its workers go with it. What it said before is heard: it may have said stop."""
+        self._stop_at = self._stop_at or time.monotonic()
+        self._facts.note_last(self._lives.values(), time.monotonic())
+        self._kill_all()
+        while self._listen():
+            pass
 
     def _over(self) -> bool:
         if self._trainer is None and linux.process_state(self._orders.trainer_pid) in ("", "Z"):
@@ -113,32 +128,42 @@ class Keeper:
         if not self._watch.look(now):
             return
         self._oom.look(now)
+        self._facts.note(self._lives.values(), now)
         for _ in range(len(self._forker.unforked)):
             self._start(*self._forker.unforked.popleft())
         self._outbox.say()
 
-    def _listen(self) -> None:
+    def _listen(self) -> bool:
+        """True if there may be more at once."""
         for _ in range(ORDERS_AT_ONCE):
             try:
                 data, fds, _, _ = socket.recv_fds(self._orders.control, MOST_BYTES, DESCRIPTORS)
             except BlockingIOError:
-                break
+                self._outbox.say()
+                return False
             except OSError:
                 data, fds = b"", []
             if not data:
                 self._stop_at = self._stop_at or time.monotonic()
-                self._poll.unregister(self._orders.control)
-                return
+                if not self._deaf:
+                    self._poll.unregister(self._orders.control)
+                self._deaf = True
+                return False
             match decode(data):
-                case StartLife() as order:
+                case StartLife() as order if self._stop_at is None:
                     self._start(order, fds)
+                case StartLife():
+                    close_all(fds)  # too late
                 case EndLife(worker, number, grace_s):
                     self._release(worker, number, grace_s)
                 case StopAll(grace_s):
                     self._stop_at = time.monotonic() + grace_s
+                    self._told_to_stop = True
+                    self._facts.stopping()
                 case other:
                     raise AssertionError(f"not for a keeper: {other}")
         self._outbox.say()
+        return True
 
     def _start(self, order: StartLife, fds: list[int], since: float | None = None) -> None:
         match self._forker.bear(order, fds, since):

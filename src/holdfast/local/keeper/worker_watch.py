@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.core.host import ALLOWED, BASE, Silence
 from holdfast.core.messages import Cause, Stage, What
+from holdfast.local.keeper.fact_log import FactLog
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.worker_life import WorkerLife
 from holdfast.local.protocol.pulse import ASKED, DUMPABLE, FILES, GIL, LAST_SIGNAL, MEMORY, PEAK, SIGNALS
@@ -73,8 +74,9 @@ class HangProbe:
 
 
 class Outbox:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, facts: FactLog) -> None:
         """`control` does not block."""
+        self._facts = facts
         self._control = control
         # The socket takes no message that is longer than its buffer, now or later.
         self._most = min(MOST_BYTES, control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2)
@@ -84,6 +86,7 @@ class Outbox:
         """Never blocks: what the socket does not take now is said at the next tick."""
         if message is not None:
             self._unsaid.append(encode(message, self._most))
+            self._facts.tell(message)
         while self._unsaid:
             try:
                 self._control.send(self._unsaid[0])

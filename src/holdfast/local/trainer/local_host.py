@@ -64,12 +64,14 @@ class LocalHost:
         take_back: bool = False,
         fixed: bool = False,
         enough: int | None = None,
+        facts: str | None = None,
     ) -> None:
         """See `HostMaker`. `fork`: from the trainer, or from a fresh interpreter. `enough`: slots of a worker, see
         shm/slot_writer.py.
         """
         self._fixed = fixed
         self._enough = enough
+        self._facts = facts
         self._takes_back = take_back
         self._gate: Gate | None = None
         self._busy = busy
@@ -151,6 +153,7 @@ class LocalHost:
             self._takes_back,
             self._fixed,
             self._enough,
+            self._facts,
         )
 
     def close(self, grace_s: float = GRACE_S) -> None:
