@@ -8,6 +8,8 @@ import pytest
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.launch.output import RankOutput
+from holdfast.system import run_files
+from holdfast.system.run_files import records_of
 
 SOMEBODY = 65534
 
@@ -48,7 +50,7 @@ def test_a_run_folder_is_its_users_alone(tmp_path, umask):
     """Folders that Holdfast makes are 0700 and its files 0600: incidents, totals and the dataset."""
     keep(tmp_path / "deep" / "run")
     files = list((tmp_path / "deep" / "run").iterdir())
-    assert sorted(file.suffix for file in files) == [".dataset", ".json", ".jsonl"]
+    assert sorted(file.suffix for file in files) == [".dataset", ".jsonl"]
     assert {mode(file) for file in files} == {0o600}
     assert mode(tmp_path / "deep") == mode(tmp_path / "deep" / "run") == 0o700
 
@@ -74,7 +76,8 @@ def test_a_folder_that_was_there_becomes_its_users_alone(tmp_path, caplog, right
     part.write_totals(LoaderStats)
     assert mode(part.file) == 0o600
     assert part.file.read_text().startswith("{}\n")
-    assert len(part.file.read_text().splitlines()) == 3
+    kinds = [record["record"] for record in records_of(part.file)]
+    assert kinds == ["part", "incident", "incident", "totals"]
     assert mode(tmp_path / "run") == rights & 0o2700
     (said,) = caplog.messages
     assert f"{tmp_path / 'run'} was open to other users" in said
@@ -109,21 +112,21 @@ def test_a_folder_that_holds_other_things_stays_as_it_is(tmp_path, caplog, other
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link], ids=lambda plant: plant.__name__)
-@pytest.mark.parametrize("what", ["incidents", "totals", "dataset"])
-def test_a_name_that_leads_elsewhere_is_not_written_through(tmp_path, caplog, plant, what):
+@pytest.mark.parametrize("what", ["log", "dataset", "thinned"])
+def test_a_name_that_leads_elsewhere_is_not_written_through(tmp_path, caplog, monkeypatch, plant, what):
     """A link that somebody has put where our file goes changes nothing but our own folder."""
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "precious").chmod(0o644)
     part = RunFolder(str(tmp_path / "run"), "loader", Dataset())
-    totals = part.file.with_name(part.file.name.replace("incidents-", "stats-"))
-    path = {"incidents": part.file, "dataset": part.file.with_suffix(".dataset"), "totals": totals}[what]
-    plant(tmp_path / "precious", path.with_suffix(".draft") if what == "totals" else path)
+    path = part.file.with_suffix({"log": ".jsonl", "dataset": ".dataset", "thinned": ".draft"}[what])
+    plant(tmp_path / "precious", path)
+    monkeypatch.setattr(run_files, "MOST_BYTES", 1 if what == "thinned" else run_files.MOST_BYTES)
     part.write({"headline": "it died"})
     part.write_totals(LoaderStats)
     assert (tmp_path / "precious").read_text() == "mine"
     assert mode(tmp_path / "precious") == 0o644
-    assert ("cannot be kept" in caplog.text) == (what == "incidents")
+    assert ("cannot be kept" in caplog.text) == (what == "log")
 
 
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path, caplog):
@@ -156,7 +159,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, caplog):
     with pytest.raises(PermissionError, match=f"belongs to uid {SOMEBODY}"):
         opened(tmp_path / "run")
     keep(tmp_path / "run" / "mine")
-    assert len(list((tmp_path / "run" / "mine").iterdir())) == 3
+    assert len(list((tmp_path / "run" / "mine").iterdir())) == 2
 
 
 def test_a_link_to_a_folder_of_the_users_is_followed(tmp_path):
@@ -164,7 +167,7 @@ def test_a_link_to_a_folder_of_the_users_is_followed(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to("scratch")
     keep(tmp_path / "run")
-    assert len(list((tmp_path / "scratch").iterdir())) == 3
+    assert len(list((tmp_path / "scratch").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_a_link_to_a_folder_of_the_users_is_followed(tmp_path):
     [
         lambda: 1 / 0,
         lambda: LoaderStats(caches={"odd": {(1, 2): 3}}),
-        lambda: LoaderStats(caches={"odd": object()}),
+        lambda: LoaderStats(caches={"odd": {"hits": object()}}),
     ],
 )
 def test_totals_that_cannot_be_told_are_said_once(tmp_path, caplog, stats):

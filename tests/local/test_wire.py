@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from holdfast.core.messages import Cause, Exited, Place, Stage
+from holdfast.local.keeper.fact_log import FactLog
 from holdfast.local.keeper.worker_watch import Outbox
 from holdfast.local.protocol.wire import MOST_BYTES, KeeperSignalled, KeeperUp, RoomLeft, decode, encode
 from holdfast.system.evidence import Evidence, View
@@ -77,7 +78,7 @@ def test_large_evidence_holds_nobody_up(buffer):
         for end in (ours, theirs):
             end.setblocking(False)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        outbox = Outbox(theirs)
+        outbox = Outbox(theirs, FactLog(None, ()))
         outbox.say(ended(Evidence(pid=77, **LARGE["everything"])))
         outbox.say(KeeperUp(5))
         heard = []

@@ -84,8 +84,9 @@ def test_top_is_legible(monkeypatch, tmp_path, capsys):
     """The last incident stands in it, and whatever somebody else has put into a file of totals."""
     run(monkeypatch, tmp_path)
     (file,) = tmp_path.glob("trainer-*.jsonl")
-    shot = json.loads(file.read_text())
-    (tmp_path / "trainer-1-0.jsonl").write_text(json.dumps({**shot, "kind": HOSTILE, "last_incident": HOSTILE}))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    hostile = [{**each, "headline": HOSTILE} if each["record"] == "incident" else each for each in records]
+    (tmp_path / "trainer-1-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in hostile))
     assert main(["top", str(tmp_path), "--once"]) == 0
     text = capsys.readouterr().out
     assert "\\x1b[2J" in text and not odd(text)
@@ -96,7 +97,7 @@ def test_top_is_legible(monkeypatch, tmp_path, capsys):
 def test_repro_is_legible(monkeypatch, tmp_path, capsys):
     """The headline of the file and the exception that is raised again."""
     run(monkeypatch, tmp_path)
-    (file,) = tmp_path.glob("*.jsonl")
+    (file,) = tmp_path.glob("trainer-*.jsonl")
     lines = [json.loads(line) | {"headline": HOSTILE} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["repro", str(file), "--dataset", "tests.process.test_legible:make"]) == 1

@@ -1,6 +1,5 @@
 """Incidents are written at once, and the sample of one can be loaded again with the same random numbers."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from torch.utils.data import Dataset
 from holdfast import DataLoader, Policy
 from holdfast.__main__ import main
 from holdfast.diagnose import run_folder
+from holdfast.system.run_files import records_of
 
 
 class Moody(Dataset):
@@ -33,6 +33,10 @@ class Moody(Dataset):
         return index
 
 
+def incidents_of(file):
+    return [record for record in records_of(file) if record["record"] == "incident"]
+
+
 def run_epoch(dataset):
     loader = DataLoader(dataset, batch_size=4, num_workers=2, policy=Policy(bad_sample="skip", max_bad=1.0))
     assert sum(len(batch) for batch in loader) == 11
@@ -41,8 +45,8 @@ def run_epoch(dataset):
 
 def test_a_sample_that_raised_raises_the_same_again(run_dir, capsys):
     loader = run_epoch(Moody())
-    (file,) = run_dir.glob("*.jsonl")
-    (incident,) = map(json.loads, file.read_text().splitlines())
+    (file,) = run_dir.glob("trainer-*.jsonl")
+    (incident,) = incidents_of(file)
     assert incident["finding"] == "sample-raised"
     assert incident["again"]["indices"] == [4, 5, 6]
     assert main(["repro", str(file), "--trust"]) == 1
@@ -53,7 +57,7 @@ def test_a_sample_that_raised_raises_the_same_again(run_dir, capsys):
 
 def test_a_sample_that_ended_its_worker_ends_a_child(run_dir, capfd):
     run_epoch(Moody(deadly=True))
-    (file,) = run_dir.glob("*.jsonl")
+    (file,) = run_dir.glob("trainer-*.jsonl")
     assert main(["repro", str(file), "--incident", "0", "--trust"]) == 1
     said = capfd.readouterr()
     assert "worker-segfault" in said.out and "ended by SIGSEGV" in said.out
@@ -62,7 +66,7 @@ def test_a_sample_that_ended_its_worker_ends_a_child(run_dir, capfd):
 
 def test_the_dataset_can_be_made_anew(run_dir, capsys):
     run_epoch(Moody())
-    (file,) = run_dir.glob("*.jsonl")
+    (file,) = run_dir.glob("trainer-*.jsonl")
     file.with_suffix(".dataset").unlink()
     assert main(["repro", str(file)]) == main(["repro", str(file), "--trust"]) == 2
     assert "--dataset module:name" in capsys.readouterr().err
@@ -82,14 +86,14 @@ def test_a_folder_that_cannot_be_written_costs_no_batch(tmp_path, monkeypatch, c
 def test_a_large_dataset_is_not_kept(run_dir, monkeypatch):
     monkeypatch.setattr(run_folder, "MOST_BYTES", 10)
     run_epoch(Moody())
-    assert sorted(path.suffix for path in run_dir.iterdir()) == [".json", ".jsonl"]  # totals and incidents
+    assert sorted(path.suffix for path in run_dir.iterdir()) == [".jsonl", ".jsonl"]  # the trainer's and the keeper's
 
 
 def test_indices_keep_their_types_and_those_before_may_fail(run_dir, capsys):
     sampler = [[np.int64(6), np.int64(1)], [np.int64(2), np.int64(6)], [6, 6]]
     loader = DataLoader(Moody(), batch_sampler=sampler, num_workers=1, policy=Policy(bad_sample="skip", max_bad=1.0))
     assert len(list(loader)) == 2
-    (file,) = run_dir.glob("*.jsonl")
+    (file,) = run_dir.glob("trainer-*.jsonl")
     for number, incident in enumerate(loader.incidents):
         assert main(["repro", str(file), "--incident", str(number), "--trust"]) == 1
         assert incident.says.partition("ValueError: ")[2] in capsys.readouterr().err
@@ -97,7 +101,9 @@ def test_indices_keep_their_types_and_those_before_may_fail(run_dir, capsys):
 
 def test_a_run_without_incidents_writes_its_totals_and_nothing_else(run_dir):
     assert len(list(DataLoader(range(8), num_workers=1))) == 8
-    assert [path.name.partition("-")[0] for path in run_dir.iterdir()] == ["stats"]
+    assert sorted(path.name.partition("-")[0] for path in run_dir.iterdir()) == ["keeper", "trainer"]
+    (file,) = run_dir.glob("trainer-*.jsonl")
+    assert {record["record"] for record in records_of(file)} == {"part", "totals"}
 
 
 def test_incidents_outlive_a_killed_trainer(run_dir):
@@ -108,5 +114,5 @@ def test_incidents_outlive_a_killed_trainer(run_dir):
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
     assert done.returncode == -signal.SIGKILL
-    (file,) = run_dir.glob("*.jsonl")
-    assert {json.loads(line)["index"] for line in file.read_text().splitlines()} == {6}
+    (file,) = run_dir.glob("trainer-*.jsonl")
+    assert {incident["index"] for incident in incidents_of(file)} == {6}

@@ -37,7 +37,14 @@ HERE = "tests.process.test_repro_trust:Numbers"
 
 def incident(**again):
     about = {"seed": 1, "batch": 0, "indices": [3], "position": 0}
-    return {"number": 0, "headline": "h", "finding": "sample-raised", "says": "s", "again": about | again}
+    return {
+        "record": "incident",
+        "number": 0,
+        "headline": "h",
+        "finding": "sample-raised",
+        "says": "s",
+        "again": about | again,
+    }
 
 
 def written(folder, *incidents):
@@ -117,7 +124,7 @@ def test_an_index_of_the_users_own_class_needs_trust(tmp_path, monkeypatch, caps
         Pairs(), batch_sampler=[[Place((1, 2))]], num_workers=1, policy=Policy(bad_sample="skip", max_bad=1.0)
     )
     assert list(loader) == []
-    (file,) = (tmp_path / "run").glob("*.jsonl")
+    (file,) = (tmp_path / "run").glob("trainer-*.jsonl")
     made = ["--dataset", "tests.process.test_repro_trust:Pairs"]
     assert main(["repro", str(file), *made]) == 2
     assert "--trust" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Trainings on ranks: the rank that was killed is named, and all start again if the policy says so."""
 
-import json
 import logging
 import os
 import time
@@ -10,6 +9,7 @@ import torch
 
 import holdfast
 from holdfast import Policy, RankExited, RankRaised
+from holdfast.system.run_files import records_of
 
 from . import ranks
 from .groups import every_method, fails
@@ -67,8 +67,7 @@ def test_incidents_are_kept_in_the_run_folder(tmp_path, monkeypatch):
     seen.mkdir()
     holdfast.spawn(ranks.fail_until, (2, str(seen)), 2, start_method="fork", policy=Policy(restarts=3))
     (file,) = (tmp_path / "run").glob("trainer-*.jsonl")
-    (line,) = file.read_text().splitlines()
-    incident = json.loads(line)
+    _, incident = records_of(file)
     assert incident["headline"].startswith("process 0 terminated with signal SIGKILL")
     assert time.time() - incident["at"] < 60
 

@@ -11,8 +11,11 @@ import pytest
 
 from holdfast import DataLoader, Pool
 from holdfast.__main__ import main
-from holdfast.cli.top import Shot, lines_of, shot_of
-from holdfast.diagnose.stats import LoaderStats
+from holdfast.cli.top import lines_of
+from holdfast.diagnose.narrator import Record
+from holdfast.diagnose.run_reader import RunPart
+from holdfast.diagnose.stats import LoaderStats, PoolStats
+from holdfast.system.run_files import records_of
 
 from ..conftest import until
 from . import calls
@@ -36,9 +39,9 @@ def test_it_shows_each_loader_and_its_workers(run_dir, capsys):
 
 def test_the_folder_may_come_from_the_environment_and_the_totals_as_json(run_dir, capsys):
     assert main(["top", "--json"]) == 0
-    (shot,) = json.loads(capsys.readouterr().out)
-    assert shot["stats"]["samples"] == 40
-    assert shot["running"] is False
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["stats"]["samples"] == 40
+    assert shown["running"] is False
 
 
 def test_a_loader_that_only_its_iterator_remembers(tmp_path, monkeypatch, capsys):
@@ -48,12 +51,12 @@ def test_a_loader_that_only_its_iterator_remembers(tmp_path, monkeypatch, capsys
     gc.collect()
     next(iterator)
     assert main(["top", "--json"]) == 0
-    (shot,) = json.loads(capsys.readouterr().out)
-    assert shot["running"] is True
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["running"] is True
     assert sum(1 for _ in iterator) == 9
     assert main(["top", "--json"]) == 0
-    (shot,) = json.loads(capsys.readouterr().out)
-    assert (shot["running"], shot["stats"]["samples"]) == (False, 40)
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (shown["running"], shown["stats"]["samples"]) == (False, 40)
 
 
 def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):
@@ -65,59 +68,81 @@ def test_nothing_to_see_is_said(tmp_path, capsys, monkeypatch):
     assert main(["top", "--once"]) == 1
 
 
-def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
-    def shot(at, batches, waited):
-        stats = LoaderStats(batches=batches, waited_s=waited, restarts=1, device_waited_share=0.125)
-        return Shot("7-0", "loader", 7, since=0, at=at, running=True, last_incident="it hung", stats=stats)
+def part(at, stats, kind="loader"):
+    times = {"since": 0.0, "at": at, "totals_at": at, "workers_at": 0.0}
+    state = {"running": True, "over": False, "workers": (), "untold": 0}
+    return RunPart(name="7-0", kind=kind, pid=7, command="", stats=stats, record=Record(), **times, **state)
 
-    first, second = shot(100, 1000, 10), shot(102, 1300, 10.5)
-    (line, more) = lines_of([second], {"7-0": first}, now=102.5)
+
+def test_rates_are_of_the_time_between_two_looks_and_the_device_has_its_share():
+    def look(at, batches, waited):
+        return part(at, LoaderStats(batches=batches, waited_s=waited, restarts=1, device_waited_share=0.125))
+
+    first, second = look(100, 1000, 10), look(102, 1300, 10.5)
+    (line, _) = lines_of([second], {"7-0": first}, now=102.5)
     assert "150.0/s; waited 25% of the time; the device waited for data 12.5% of the time" in line
-    assert "last: it hung" in more
     assert "silent for 60 s" in lines_of([second], {}, now=162)[0]
 
 
-GOOD = {"name": "7-0", "pid": 7, "since": 0, "at": 100, "running": True, "last_incident": "", "stats": {}}
+HEAD = {"record": "part", "at": 10.0, "schema": 2, "kind": "loader", "pid": 7, "command": "train"}
+TOTALS = {"record": "totals", "at": 100.0, "running": True, "stats": {"batches": 10, "per_worker": []}}
+FACT = {"record": "workers", "at": 100.0, "workers": []}
+
+
+def text_of(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
 BROKEN = {
     "no JSON": "{",
     "nothing": "",
-    "a list": "[1, 2]",
-    "a number": "7",
-    "nothing in it": "{}",
-    "no text": b"\xff\xfe\x00",
-    "deep": "[" * 100_000,
-    "a long number": f'{{"at": {"9" * 5000}}}',
-    "no stats": json.dumps(GOOD),
-    "stats that are a list": json.dumps(GOOD | {"stats": [1]}),
-    "text for a number": lambda shot: shot | {"at": "100"},
-    "text for a start": lambda shot: shot | {"since": "0"},
-    "a number for text": lambda shot: shot | {"last_incident": 7},
-    "a number too large": lambda shot: shot | {"at": 10**400},
-    "text for a count": lambda shot: shot | {"stats": shot["stats"] | {"batches": "10"}},
-    "null for a count": lambda shot: shot | {"stats": shot["stats"] | {"waited_s": None}},
-    "workers that are a number": lambda shot: shot | {"stats": shot["stats"] | {"per_worker": 3}},
-    "workers that are numbers": lambda shot: shot | {"stats": shot["stats"] | {"per_worker": [3]}},
-    "caches that are a list": lambda shot: shot | {"stats": shot["stats"] | {"caches": [3]}},
-    "another kind": lambda shot: shot | {"kind": "pool"},
-    "a kind that is a list": lambda shot: shot | {"kind": ["pool"]},
+    "a list": "[1, 2]\n",
+    "a number": "7\n",
+    "nothing in it": "{}\n",
+    "no text": b"\xff\xfe\x00\n",
+    "deep": "[" * 100_000 + "\n",
+    "a long number": f'{{"at": {"9" * 5000}}}\n',
+    "no head": text_of(TOTALS),
+    "another version": text_of(HEAD | {"schema": 99}, TOTALS),
+    "text for a number": text_of(HEAD, TOTALS | {"at": "100"}),
+    "text for a start": text_of(HEAD | {"at": "0"}, TOTALS),
+    "a number for text": text_of(HEAD | {"command": 7}, TOTALS),
+    "a number too large": text_of(HEAD, TOTALS | {"at": 10**400}),
+    "stats that are a list": text_of(HEAD, TOTALS | {"stats": [1]}),
+    "text for a count": text_of(HEAD, TOTALS | {"stats": {"batches": "10"}}),
+    "null for a count": text_of(HEAD, TOTALS | {"stats": {"waited_s": None}}),
+    "workers that are a number": text_of(HEAD, TOTALS | {"stats": {"per_worker": 3}}),
+    "workers that are numbers": text_of(HEAD, TOTALS | {"stats": {"per_worker": [3]}}),
+    "caches that are a list": text_of(HEAD, TOTALS | {"stats": {"caches": [3]}}),
+    "a kind that is a list": text_of(HEAD | {"kind": ["pool"]}, TOTALS),
+    "an incident of nothing": text_of(HEAD, {"record": "incident", "at": 1.0}),
+}
+BROKEN_FACTS = {
+    "workers that are a number": text_of(FACT | {"workers": 3}),
+    "a worker without a place": text_of(FACT | {"workers": [{"worker": 0}]}),
+    "an end of nothing": text_of({"record": "exited", "at": 1.0}),
+    "a cause that is none": text_of({"record": "exited", "at": 1.0, "cause": "LOVE", "code": 9}),
+    "a trainer that is a number": text_of({"record": "trainer", "at": 1.0, "ended": 3}),
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("how", [*BROKEN, *(f"facts: {how}" for how in BROKEN_FACTS)])
 def test_a_file_that_makes_no_sense_is_left_out(how, run_dir, capsys):
     """The others are shown, and one line says which is not."""
     (whole,) = run_dir.glob("trainer-*.jsonl")
-    text = BROKEN[how]
-    text = text if not callable(text) else json.dumps(text(json.loads(whole.read_text())))
+    text = BROKEN.get(how, text_of(HEAD, TOTALS))
     (run_dir / "trainer-1-0.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["top", str(run_dir), "--once"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any("10 batches" in line for line in lines)
-    assert [line for line in lines if "trainer-1-0.jsonl" in line] == lines[-1:]
-    assert main(["top", str(run_dir), "--json"]) == 0
-    said = capsys.readouterr()
-    assert [shot["name"] for shot in json.loads(said.out)] == [whole.stem.removeprefix("stats-")]
-    assert "trainer-1-0.jsonl" in said.err and len(said.err.splitlines()) == 1
+    (run_dir / "keeper-1-0.jsonl").write_text(BROKEN_FACTS.get(how.removeprefix("facts: "), ""))
+    for command in ("top", "report"):
+        assert main([command, str(run_dir), *(["--once"] if command == "top" else [])]) == 0
+        said = capsys.readouterr()
+        lines = [*said.out.splitlines(), *said.err.splitlines()]
+        assert any("10 batches" in line for line in lines)
+        assert [line for line in lines if "trainer-1-0.jsonl" in line] == lines[-1:]
+        assert main([command, str(run_dir), "--json"]) == 0
+        said = capsys.readouterr()
+        assert [shown["name"] for shown in json.loads(said.out)] == [whole.stem.removeprefix("trainer-")]
+        assert "trainer-1-0.jsonl" in said.err and len(said.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(os.devnull, path)], ids=range(3))
@@ -126,16 +151,14 @@ def test_what_is_no_file_is_left_out(make, run_dir, capsys):
     make(run_dir / "trainer-1-0.jsonl")
     assert main(["top", str(run_dir), "--once"]) == 0
     said = capsys.readouterr().out
-    assert "10 batches" in said and "left out stats-1-0.json" in said
+    assert "10 batches" in said and "left out trainer-1-0.jsonl" in said
 
 
 def test_a_file_that_becomes_another_kind_between_two_looks():
     """Its rates are those since the start."""
-    stats = {"restarts": 0, "retries": 0, "per_worker": []}
-    one = GOOD | {"stats": stats | {"batches": 10, "waited_s": 1, "bad_samples": 0}}
-    names = ("done", "submitted", "running", "waiting", "raised", "lost", "cancelled")
-    other = GOOD | {"kind": "pool", "stats": stats | dict.fromkeys(names, 50)}
-    assert "0.5/s" in lines_of([shot_of(other)], {"7-0": shot_of(one)}, now=101)[0]
+    one = part(100, LoaderStats(batches=10, waited_s=1))
+    other = part(100, PoolStats(done=50, submitted=50), "pool")
+    assert "0.5/s" in lines_of([other], {"7-0": one}, now=101)[0]
 
 
 def test_a_pool_has_its_own_columns(tmp_path, monkeypatch, capsys):
@@ -171,13 +194,12 @@ def test_what_happened_in_a_pool_outlives_who_made_it(tmp_path, capsys):
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout.readline() == b"ready\n"
         (file,) = tmp_path.glob("trainer-*.jsonl")
-        findings = [json.loads(line)["finding"] for line in file.read_text().splitlines()]
 
-        def lost():
-            return json.loads(next(tmp_path.glob("trainer-*.jsonl")).read_text())["stats"]["lost"]
+        def said(kind):
+            return [record for record in records_of(file) if record["record"] == kind]
 
-        until(lambda: lost() == 1, "the totals are not written while a task runs")
+        until(lambda: said("totals")[-1]["stats"]["lost"] == 1, "the totals are not written while a task runs")
         process.send_signal(signal.SIGKILL)
-    assert findings == ["task-raised", "worker-killed"]
+    assert [record["finding"] for record in said("incident")] == ["task-raised", "worker-killed"]
     assert main(["top", str(tmp_path), "--once"]) == 0
     assert "2 of 3 tasks" in capsys.readouterr().out

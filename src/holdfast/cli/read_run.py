@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.cli import show
 from holdfast.diagnose.report import Report
-from holdfast.diagnose.run_reader import Part, now_lines, parts_of
+from holdfast.diagnose.run_reader import RunPart, now_lines, parts_of
 from holdfast.errors import HoldfastError
 
 
@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
     return int(not parts or any(part.record.incidents for part in parts))
 
 
-def lines_of(part: Part) -> list[str]:
+def lines_of(part: RunPart) -> list[str]:
     """One part, for people."""
     clock = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (part.since, part.at)]
     state = "running" if part.running else "ended"
@@ -63,7 +63,7 @@ def lines_of(part: Part) -> list[str]:
     return lines
 
 
-def to_dict(part: Part) -> dict[str, Any]:
+def to_dict(part: RunPart) -> dict[str, Any]:
     """One part, for programs."""
     about = {name: getattr(part, name) for name in ("name", "kind", "pid", "command", "since", "at", "running")}
     told = {"untold": part.untold, "workers": list(part.workers)}

@@ -8,7 +8,6 @@ beside it, and indices that are no literals. They are opened only with --trust.
 
 import argparse
 import faulthandler
-import json
 import os
 import pickle
 import signal
@@ -22,11 +21,12 @@ from holdfast.cli import show
 from holdfast.cli.apart import start_child
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
-from holdfast.diagnose.run_folder import from_pickle, from_text
+from holdfast.diagnose.run_folder import INCIDENT, from_pickle, from_text
 from holdfast.errors import legible
 from holdfast.loader.seeds import Seeder
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.linux import signal_name
+from holdfast.system.run_files import records_of
 
 # With these findings the sample may end or hang the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -35,7 +35,7 @@ _TRUST = "opening it may run any code; add --trust if only you could have writte
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="incidents-*.jsonl of a run with HOLDFAST_RUN_DIR=folder")
+    parser.add_argument("file", help="trainer-*.jsonl of a run with HOLDFAST_RUN_DIR=folder")
     parser.add_argument(
         "--incident", type=int, help="the incident's number in the file (by default the last one with a sample)"
     )
@@ -72,8 +72,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _incident(file: Path, number: int | None) -> dict[str, Any]:
     try:
-        incidents = [json.loads(line) for line in file.read_text().splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
+        incidents = [record for record in records_of(file) if record["record"] == INCIDENT]
+    except OSError as error:
         raise BadInput(f"cannot read {file}: {error}") from error
     loadable = [i for i in incidents if _is_loadable(i)]
     found = [i for i in loadable if number is None or i["number"] == number]

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.cli import show
 from holdfast.cli.read_run import folder_of
-from holdfast.diagnose.run_reader import Part, parts_of
+from holdfast.diagnose.run_reader import RunPart, parts_of
 from holdfast.diagnose.stats import LoaderStats, PoolStats, done_by, to_dict
 
 # A loader that has written nothing for so long does something long, or has ended.
@@ -35,7 +35,7 @@ def run(chosen: argparse.Namespace) -> int:
         for line in odd:
             show(f"holdfast top: {line}", sys.stderr)
         return 0
-    before: dict[str, Part] = {}
+    before: dict[str, RunPart] = {}
     while True:
         found, odd = parts_of(folder)
         now = [part for part in found if is_measured(part)]
@@ -50,18 +50,18 @@ def run(chosen: argparse.Namespace) -> int:
         time.sleep(max(0.1, chosen.interval))
 
 
-def is_measured(part: Part) -> bool:
+def is_measured(part: RunPart) -> bool:
     """A loader or a pool. (Ranks have no totals.)"""
     return part.kind in ("loader", "pool")
 
 
-def _figures(part: Part) -> dict[str, Any]:
+def _figures(part: RunPart) -> dict[str, Any]:
     """For programs."""
     about = {name: getattr(part, name) for name in ("name", "kind", "pid", "since", "running", "last_incident")}
     return {**about, "at": part.totals_at, "stats": to_dict(part.stats), "workers": list(part.workers)}
 
 
-def lines_of(parts: list[Part], before: dict[str, Part], now: float) -> list[str]:
+def lines_of(parts: list[RunPart], before: dict[str, RunPart], now: float) -> list[str]:
     """One block for each. `before`: the look before, for rates."""
     lines: list[str] = []
     for part in parts:
@@ -91,7 +91,7 @@ def lines_of(parts: list[Part], before: dict[str, Part], now: float) -> list[str
     return lines
 
 
-def _of_loader(part: Part, stats: LoaderStats, old: Part | None) -> str:
+def _of_loader(part: RunPart, stats: LoaderStats, old: RunPart | None) -> str:
     """What it does."""
     before = old.stats if old is not None and isinstance(old.stats, LoaderStats) else LoaderStats()
     seconds = _seconds(part, old)
@@ -102,14 +102,14 @@ def _of_loader(part: Part, stats: LoaderStats, old: Part | None) -> str:
     return work
 
 
-def _of_pool(part: Part, stats: PoolStats, old: Part | None) -> str:
+def _of_pool(part: RunPart, stats: PoolStats, old: RunPart | None) -> str:
     before = old.stats if old is not None and isinstance(old.stats, PoolStats) else PoolStats()
     rate = _rate(stats.done - before.done, _seconds(part, old))
     work = f"{stats.done:,} of {stats.submitted:,} tasks, {rate}; "
     return work + f"{stats.running:,} with workers, {stats.waiting:,} waiting"
 
 
-def _seconds(part: Part, old: Part | None) -> float:
+def _seconds(part: RunPart, old: RunPart | None) -> float:
     """Since the last look, or since the start."""
     return part.totals_at - (old.totals_at if old is not None else part.since)
 

@@ -113,6 +113,12 @@ def _loadable(incident: dict[str, Any]) -> dict[str, Any]:
     return {**incident, "again": {**again, "literal": literal, "pickled": pickled}}
 
 
+def _as_json(incident: dict[str, Any]) -> dict[str, Any]:
+    """As a line of the log has it."""
+    found: dict[str, Any] = json.loads(json.dumps(for_json(_loadable(incident)), default=shown))
+    return found
+
+
 def for_json(record: dict[str, Any]) -> dict[str, Any]:
     """An incident or a bad sample whose indices JSON can hold."""
     found: dict[str, Any] = {name: _for_json(record[name]) for name in ("index", "replaced_by") if name in record}
@@ -144,7 +150,7 @@ class RunFolder:
     def _begin(self) -> None:
         self._owner = os.getpid()
         self.file = Path(self._folder) / f"trainer-{self._owner}-{next(_numbers)}.jsonl"
-        self._log = AppendLog(self.file, (TOTALS,), shown)
+        self._log = AppendLog(self.file, (TOTALS,))
         self._next_totals = 0.0
         self._begun = False
         self._count = 0
@@ -156,14 +162,16 @@ class RunFolder:
         folder = os.environ.get("HOLDFAST_RUN_DIR")
         return cls(folder, kind, dataset) if folder else None
 
-    @property
-    def facts(self) -> str:
-        """The log of the keepers of this part, beside that of the trainer."""
+    def log_of_facts(self) -> str:
+        """Where the keepers of this part write. The trainer's log is begun as well: a reader looks for it."""
+        self._mind_forks()
+        self._begin_log()
         return str(self.file.with_name(self.file.name.replace("trainer-", "keeper-")))
 
     def write(self, incident: dict[str, Any]) -> None:
         """One incident, with the verdict on it."""
-        self._append(INCIDENT, lambda: {"number": self._count, **for_json(_loadable(incident))})
+        self._mind_forks()
+        self._append(INCIDENT, lambda: {"number": self._count, **_as_json(incident)})
         self._count += 1
 
     def write_totals(self, stats: Callable[[], Stats], running: bool = True) -> None:
@@ -172,23 +180,33 @@ class RunFolder:
         if running and now < self._next_totals:
             return
         self._next_totals = now + TOTALS_S
-        if os.getpid() != self._owner:
-            self._begin()  # a forked child has a log of its own: a log has one writer
+        self._mind_forks()
         self._append(TOTALS, lambda: {"running": running, "stats": to_dict(stats())})
+
+    def _mind_forks(self) -> None:
+        """A forked child has a part of its own: a log has one writer."""
+        if os.getpid() != self._owner:
+            self._begin()
+
+    def _begin_log(self) -> None:
+        """With its first record, which says whose part it is."""
+        if self._begun:
+            return
+        self._begun = True
+        about = {"schema": SCHEMA, "kind": self._kind, "pid": self._owner, "command": command(self._owner)}
+        self._append(PART, lambda: about)
 
     def _append(self, record: str, fields: Callable[[], dict[str, Any]]) -> None:
         """If it cannot be kept, one warning for each kind says so."""
+        self._begin_log()
         try:
-            if not self._begun:
-                self._begun = True
-                self._log.append(PART, schema=SCHEMA, kind=self._kind, pid=self._owner, command=command(self._owner))
             if record == INCIDENT and not self._count:
                 self._write_dataset()
             self._log.append(record, **fields())
         except Exception as error:  # no room on the disk, or user code: a help, not a duty
             if raised_by_handler(error):
                 raise
-            if record not in self._failed:
+            if record in _CALLED and record not in self._failed:
                 warn(f"{_CALLED[record]} cannot be kept in {self.file}: {text_of(error)}")
             self._failed.add(record)
 

@@ -29,7 +29,7 @@ _NOT_TOLD = "nothing more: the trainer ended before it could tell this"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RunPart:
     """One loader, pool or group of ranks. Times are in seconds since 1970."""
 
     name: str
@@ -59,14 +59,16 @@ class Part:
         return self.record.incidents[-1].headline if self.record.incidents else ""
 
 
-def parts_of(folder: Path) -> tuple[list[Part], list[str]]:
+def parts_of(folder: Path) -> tuple[list[RunPart], list[str]]:
     """The parts of a run, the latest first; and a line for each file that makes no sense."""
     found, odd = [], []
     for path in sorted(folder.glob("trainer-*.jsonl")):
         try:
             if not path.is_file():
                 raise ValueError("no plain file")
-            found.append(part_of(path))
+            part = part_of(path)
+            now_lines(part)
+            found.append(part)
         except FileNotFoundError:
             continue  # it has just gone
         except (OSError, *NONSENSE) as error:
@@ -75,7 +77,7 @@ def parts_of(folder: Path) -> tuple[list[Part], list[str]]:
     return sorted(found, key=lambda part: -part.at), odd
 
 
-def part_of(path: Path) -> Part:
+def part_of(path: Path) -> RunPart:
     """`path`: the trainer's log. Raises ValueError, or another of `NONSENSE`, if it makes no sense."""
     records = records_of(path)
     head = next(records, {})
@@ -96,11 +98,13 @@ def part_of(path: Path) -> Part:
     told = len(record.incidents)
     for incident in _untold(facts, record.incidents):
         record.add(incident)
-    ended = any(fact["record"] == "trainer" and fact["ended"] for fact in facts)
+    ends = [fact for fact in facts if fact["record"] in ("keeper", "stopped", "trainer")]
+    stopped = bool(ends) and ends[-1]["record"] == "stopped"
+    killed = any(fact["record"] == "trainer" and fact["ended"] for fact in ends)
     at = max([at, *(rebuilt(float, fact["at"]) for fact in facts)])
     nothing: dict[str, Any] = {"workers": [], "at": 0}
     last = next((fact for fact in reversed(facts) if fact["record"] == "workers"), nothing)
-    return Part(
+    return RunPart(
         name=path.stem.removeprefix("trainer-"),
         kind=kind,
         pid=pid,
@@ -108,8 +112,8 @@ def part_of(path: Path) -> Part:
         since=rebuilt(float, head["at"]),
         at=at,
         totals_at=totals_at,
-        running=running and not ended,
-        over=not running,
+        running=running and not stopped and not killed,
+        over=stopped or (not running and not killed),
         stats=stats,
         record=record,
         workers=tuple(last["workers"]),
@@ -190,7 +194,7 @@ def _case(fact: dict[str, Any], settings: dict[str, Any]) -> Case | None:
     )
 
 
-def now_lines(part: Part) -> list[str]:
+def now_lines(part: RunPart) -> list[str]:
     """What its workers did at last."""
     lines = []
     for worker in part.workers:

@@ -136,7 +136,7 @@ class LoaderEpochs(_BaseDataLoaderIter):
             need=self._record.need,
             fixed=self._iterable or self._by_turns,
             enough=self._enough_slots(),
-            facts=None if self._record.kept_in is None else self._record.kept_in.facts,
+            facts=None if self._record.kept_in is None else self._record.kept_in.log_of_facts(),
         )
 
     @property

@@ -243,7 +243,7 @@ class Pool(Executor):
             sample_timeout=None,
             growth_bytes=growth,
             take_back=True,
-            facts=None if self._record.kept_in is None else self._record.kept_in.facts,
+            facts=None if self._record.kept_in is None else self._record.kept_in.log_of_facts(),
         )
         # Attempts are counted, nobody is judged: a task that may not run twice must not, whoever killed its worker.
         plain = replace(policy, bad_sample="raise")

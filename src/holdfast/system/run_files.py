@@ -28,14 +28,14 @@ MOST_BYTES = 8 << 20
 class AppendLog:
     """Lines of JSON, one record each. `periodic`: kinds of which every second one may go when room is needed."""
 
-    def __init__(self, path: Path, periodic: tuple[str, ...], show: Callable[[Any], Any] = str) -> None:
-        """`show`: what JSON does not know, as something that it does."""
+    def __init__(self, path: Path, periodic: tuple[str, ...], show: Callable[[Any], Any] | None = None) -> None:
+        """`show`: gives what JSON does not know as something that it does."""
         self.path = path
         self._periodic = tuple(f'{{"record": "{kind}"'.encode() for kind in periodic)
         self._show = show
 
     def append(self, record: str, **fields: Any) -> None:
-        """The kernel has it when this returns. Raises OSError if it cannot be kept."""
+        """The kernel has it when this returns. Raises OSError if it is not kept, TypeError if it is no JSON."""
         line = json.dumps({"record": record, "at": time.time(), **fields}, default=self._show).encode() + b"\n"
         fd = open_to_append(self.path)
         try:

@@ -65,7 +65,7 @@ class FactLog:
 
     def note(self, lives: Iterable[WorkerLife], now: float) -> None:
         """What each worker does and has, once a second."""
-        if self._log is not None and now >= self._next_note:
+        if self._log is not None and not self._stopping and now >= self._next_note:
             self._next_note = now + NOTE_S
             self._append(WORKERS, workers=[self._of(life, now) for life in lives])
 
