@@ -1,8 +1,11 @@
 """The command line, as a user calls it."""
 
 import json
+import re
 import subprocess
 import sys
+
+import pytest
 
 
 def holdfast(*words, timeout=100):
@@ -25,3 +28,32 @@ def test_help_and_nonsense():
     assert "demo" in holdfast("--help").stdout
     assert holdfast("nonsense").returncode == 2
     assert holdfast("--version").stdout.startswith("holdfast 0.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--version",
+        "--help",
+        "explain worker-segfault",
+        "explain --list",
+        "top . --once",
+        "top . --json",
+        "repro .",
+        "run --help",
+        "doctor --help",
+    ],
+)
+def test_a_command_that_only_reads_does_not_wait_for_torch(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "holdfast", *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == (2 if words == "repro ." else 0), done.stderr
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "holdfast.errors" in imported
+    assert not imported & {"torch", "numpy"}

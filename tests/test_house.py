@@ -4,6 +4,8 @@ import ast
 import inspect
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,24 @@ def test_torch_is_imported_where_it_belongs():
         assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
 
 
+def test_what_only_reads_is_imported_without_torch():
+    """`holdfast explain` and the like answer at once; an import of torch takes seconds."""
+    rooms = {"__main__", "errors", "policy", "core", "system", "remote_exception", "diagnose", "cli"}
+    names = [path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py")]
+    modules = [
+        ".".join(("holdfast", *parts)) for parts in names if parts[0] in rooms and parts[-1] not in ("__init__", "demo")
+    ]
+    assert len(modules) > 40
+    code = f"""
+import importlib, sys
+for name in {modules}:
+    importlib.import_module(name)
+    assert not {{"torch", "numpy"}} & set(sys.modules), name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert not done.returncode, done.stderr
+
+
 def test_core_does_no_io():
     for path in (SOURCE / "core").glob("*.py"):
         imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
@@ -109,7 +129,21 @@ def test_core_does_no_io():
 def test_the_map_of_the_package_is_true():
     for room in {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}:
         assert f"{room}/" in holdfast.__doc__, room
-    assert all(hasattr(holdfast, name) for name in holdfast.__all__)
+
+
+def test_all_public_names_are_there():
+    """Also those that are imported when they are first asked for; type checkers are told of the same modules."""
+    code = """
+import holdfast, sys
+assert set(holdfast.__all__) <= set(dir(holdfast)) and not hasattr(holdfast, "nonsense")
+from holdfast import *
+assert set(holdfast.__all__) <= set(globals())
+assert all(getattr(sys.modules[module], name) is globals()[name] for name, module in holdfast._MODULES.items())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert not done.returncode, done.stderr
+    checked = next(node for node in ast.parse((SOURCE / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    assert {alias.name: line.module for line in checked.body for alias in line.names} == holdfast._MODULES
 
 
 ROOMS = [core, shm, system, local, diagnose, loader, pool, launch, cli]

@@ -17,8 +17,10 @@ An import points one way, down this list: a test keeps it so. core/, system/, lo
 their own.
 """
 
-from holdfast.diagnose.incident import Incident
-from holdfast.diagnose.report import Report
+from importlib import import_module
+from sys import modules
+from typing import TYPE_CHECKING
+
 from holdfast.errors import (
     BatchTimeout,
     CannotSend,
@@ -35,14 +37,18 @@ from holdfast.errors import (
     WorkerLost,
     WrongProcess,
 )
-from holdfast.launch.attempts import Ranks, spawn
-from holdfast.launch.cause import RankExited, RankRaised
-from holdfast.loader.cached import CachedDataset
-from holdfast.loader.dataloader import DataLoader
-from holdfast.loader.files import FileCache
 from holdfast.policy import Policy
-from holdfast.pool.executor import Pool
-from holdfast.pool.progress import Progress
+
+if TYPE_CHECKING:
+    from holdfast.diagnose.incident import Incident
+    from holdfast.diagnose.report import Report
+    from holdfast.launch.attempts import Ranks, spawn
+    from holdfast.launch.cause import RankExited, RankRaised
+    from holdfast.loader.cached import CachedDataset
+    from holdfast.loader.dataloader import DataLoader
+    from holdfast.loader.files import FileCache
+    from holdfast.pool.executor import Pool
+    from holdfast.pool.progress import Progress
 
 __version__ = "0.1.0"
 
@@ -74,3 +80,31 @@ __all__ = [
     "WrongProcess",
     "spawn",
 ]
+
+# These are imported when somebody first asks for them: most need torch, which takes seconds to import, and commands
+# that only read do not use it.
+_MODULES = {
+    "CachedDataset": "holdfast.loader.cached",
+    "DataLoader": "holdfast.loader.dataloader",
+    "FileCache": "holdfast.loader.files",
+    "Incident": "holdfast.diagnose.incident",
+    "Pool": "holdfast.pool.executor",
+    "Progress": "holdfast.pool.progress",
+    "RankExited": "holdfast.launch.cause",
+    "RankRaised": "holdfast.launch.cause",
+    "Ranks": "holdfast.launch.attempts",
+    "Report": "holdfast.diagnose.report",
+    "spawn": "holdfast.launch.attempts",
+}
+
+if not TYPE_CHECKING:  # a type checker must find out which names there are not
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=modules[__name__])
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value  # from now on it is found without this function
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -17,17 +17,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import cloudpickle
 
 from holdfast.core.host import Reply, ReplyKind
 from holdfast.errors import RemoteTraceback, SampleError, legible
 from holdfast.shm.memory_file import new_file
-from holdfast.shm.pack import Packer
-from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system.evidence import Facts, Sign, facts_of
 from holdfast.system.signal_origin import raised_by_handler
+
+if TYPE_CHECKING:
+    from holdfast.shm.pack import Packer
+    from holdfast.shm.slot_writer import SlotSpace
 
 T = TypeVar("T")
 # Letters of a text, and of a traceback, that fit the smallest slot many times.
@@ -314,8 +316,10 @@ class Failing(Protocol):
         """What always finds room in a slot, and always pickles."""
 
 
-def error_reply(packer: Packer, failure: Failing, space: SlotSpace, bad: int = 0, mark: int = 0) -> Reply:
+def error_reply(packer: "Packer", failure: Failing, space: "SlotSpace", bad: int = 0, mark: int = 0) -> Reply:
     """Which process: the worker. A task ends in this: in the slot, or in a file of its own if that is too small."""
+    from holdfast.shm.slot_writer import Full  # here: it needs torch, and commands that only read do not wait for it
+
     try:
         return Reply(ReplyKind.ERROR, *packer.pack(failure, space), bad, mark=mark)
     except Full:
@@ -328,8 +332,10 @@ def error_reply(packer: Packer, failure: Failing, space: SlotSpace, bad: int = 0
     return reply._replace(bad=bad, mark=mark)
 
 
-def _error_in_file(packer: Packer, failure: Failing) -> Reply | None:
+def _error_in_file(packer: "Packer", failure: Failing) -> Reply | None:
     """None where the system refuses the file."""
+    from holdfast.shm.slot_writer import FileSpace
+
     fd = -1
     try:
         fd = new_file("error", 0)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.cli import show
-from holdfast.local.trainer.keeper_birth import flush_output
 from holdfast.system.linux import die_with_parent, signal_name
 
 T = TypeVar("T")
@@ -71,6 +70,8 @@ def apart(work: Callable[[Say], T], told: tuple[type[Exception], ...] = ()) -> T
 
 def start_child(main: Callable[[], int]) -> int:
     """The pid of a fork that runs `main`, exits with its status, and does not outlive this process."""
+    from holdfast.local.trainer.keeper_birth import flush_output  # here: it imports torch
+
     flush_output()
     parent = os.getpid()
     pid = os.fork()

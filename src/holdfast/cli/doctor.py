@@ -18,9 +18,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-import torch.utils.data
-
 from holdfast.cli import show
 from holdfast.cli.apart import Died, Say, apart
 from holdfast.diagnose.fitness import Measured, check_dataset, percentile
@@ -29,7 +26,6 @@ from holdfast.diagnose.libraries import check_process, native_threads, open_file
 from holdfast.diagnose.machine import Machine, read_machine
 from holdfast.diagnose.machine_checks import Check, check_machine
 from holdfast.errors import legible
-from holdfast.loader.probe import probe
 from holdfast.pool.progress import is_terminal
 
 SCHEMA = 1
@@ -110,6 +106,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagnosis:
     """Read, try out, judge. Before it runs user code, which could end this process, it tells `say`."""
+    import torch  # before threads and files are counted: what torch itself starts is not the dataset's
+
     machine = read_machine()
     workers = machine.cpus if chosen.workers is None else chosen.workers
     threads, files = native_threads(), open_files()
@@ -121,7 +119,8 @@ def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagno
             say(f"importing and making {chosen.dataset}")
             dataset, expression, import_s = make_dataset(chosen.dataset)
             say(f"trying out {chosen.dataset}")
-        process = read_process(cuda=_cuda(), threads_before=threads, files_before=files)
+        cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        process = read_process(cuda=cuda, threads_before=threads, files_before=files)
         if chosen.dataset is not None:
             measured = _try_out(dataset, expression, import_s, chosen)
     groups = {
@@ -140,11 +139,9 @@ def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagno
     return Diagnosis(machine, groups, measured, expected, setting)
 
 
-def _cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 def _try_out(dataset: Any, expression: str, import_s: float, chosen: argparse.Namespace) -> Measured:
+    from holdfast.loader.probe import probe
+
     with _progress(chosen.dataset) as progress:
         return probe(
             dataset,
@@ -175,6 +172,8 @@ def here_on_path() -> Iterator[None]:
 
 def make_dataset(target: str) -> tuple[Any, str, float]:
     """The dataset, the Python expression that makes it, and the seconds that the import of its module took."""
+    from torch.utils.data import DataLoader  # before the clock starts: the import of torch is not the module's
+
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise BadInput(f"{target!r} names no dataset; write module:name, e.g. data:train_set")
@@ -190,7 +189,7 @@ def make_dataset(target: str) -> tuple[Any, str, float]:
     if isinstance(found, type) or (callable(found) and not _is_dataset(found)):
         found = _guarded(f"{path}()", found)
         expression += "()"
-    if isinstance(found, torch.utils.data.DataLoader):
+    if isinstance(found, DataLoader):
         found, expression = found.dataset, f"{expression}.dataset"
     if not _is_dataset(found):
         raise BadInput(f"{target} gives a {type(found).__name__}, which has neither __getitem__ nor __iter__")
@@ -211,19 +210,23 @@ def _guarded(doing: str, call: Any) -> Any:
 
 
 def _is_dataset(value: Any) -> bool:
-    if isinstance(value, torch.utils.data.DataLoader | torch.utils.data.Dataset):
+    from torch.utils.data import DataLoader, Dataset
+
+    if isinstance(value, DataLoader | Dataset):
         return True
     return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
 
 
 def _names(place: Any) -> str:
     """Names that the user may have meant: those that the module defines itself."""
+    from torch.utils.data import Dataset
+
     home = getattr(place, "__name__", "")
     own = [
         name
         for name, value in getattr(place, "__dict__", {}).items()
         if not name.startswith("_") and (callable(value) or _is_dataset(value))
-        if getattr(value, "__module__", home) == home or isinstance(value, torch.utils.data.Dataset)
+        if getattr(value, "__module__", home) == home or isinstance(value, Dataset)
     ]
     return ", ".join(own[:8]) + (", ..." if len(own) > 8 else "") if own else "nothing that looks like a dataset"
 

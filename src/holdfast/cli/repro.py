@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli import show
 from holdfast.cli.apart import start_child
@@ -23,10 +23,12 @@ from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
 from holdfast.diagnose.finding import Again
 from holdfast.diagnose.run_folder import INCIDENT, from_pickle, from_text
 from holdfast.errors import legible
-from holdfast.loader.seeds import Seeder
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.linux import signal_name
 from holdfast.system.run_files import records_of
+
+if TYPE_CHECKING:
+    from holdfast.loader.seeds import Seeder
 
 # With these findings the sample may end or hang the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
@@ -126,9 +128,12 @@ def _dataset(file: Path, target: str | None, trust: bool) -> Any:
 
 
 def _load(dataset: Any, again: Again) -> int:
+    from holdfast.loader.seeds import Seeder  # here: it imports torch, which is no part of the sample's time
+
+    seeder = Seeder()
     began = time.monotonic()
     try:
-        sample = load_again(dataset, again)
+        sample = load_again(dataset, again, seeder)
     except Exception:
         show(traceback.format_exc().rstrip(), sys.stderr)
         show(f"it failed again, after {time.monotonic() - began:.1f} s")
@@ -140,8 +145,10 @@ def _load(dataset: Any, again: Again) -> int:
 def _debug(dataset: Any, again: Again) -> int:
     import pdb
 
+    from holdfast.loader.seeds import Seeder
+
     try:
-        load_again(dataset, again)
+        load_again(dataset, again, Seeder())
     except Exception:
         show(traceback.format_exc().rstrip(), sys.stderr)
         pdb.post_mortem(sys.exc_info()[2])
@@ -173,12 +180,12 @@ def _in_child(dataset: Any, again: Again) -> int:
     return int(code != 0)
 
 
-def load_again(dataset: Any, again: Again) -> Any:
+def load_again(dataset: Any, again: Again, seeder: "Seeder") -> Any:
     """Load one sample with the random numbers that it had.
 
     The samples before it in its batch are loaded first, because they draw from the same generators.
     """
-    Seeder().seed(again.seed, again.batch)
+    seeder.seed(again.seed, again.batch)
     *before, wanted = again.indices
     for index in before:
         try:

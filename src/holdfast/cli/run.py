@@ -15,14 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
 
-import torch.utils.data
-import torch.utils.data.dataloader
-
 from holdfast.core.messages import What
 from holdfast.diagnose.finding import TRAINER, Case
 from holdfast.diagnose.incident import incident_of
 from holdfast.diagnose.run_folder import RunFolder
-from holdfast.loader.dataloader import DataLoader
 from holdfast.local.trainer.signal_witness import SignalWitness
 from holdfast.policy import PARSERS, Policy
 from holdfast.system.evidence import Evidence
@@ -125,5 +121,9 @@ def replace_torchs_loader() -> None:
 
     Ours is a subclass of torch's, so `isinstance` of our loader with either of them is true.
     """
+    import torch.utils.data.dataloader
+
+    from holdfast.loader.dataloader import DataLoader
+
     torch.utils.data.DataLoader = DataLoader  # type: ignore[misc]
     torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
