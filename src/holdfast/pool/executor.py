@@ -26,13 +26,14 @@ from holdfast.errors import HoldfastError
 from holdfast.local.trainer.local_host import LocalHost
 from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
-from holdfast.pool.call_codec import LetterWriter, MainModule
+from holdfast.pool.call_codec import LetterWriter
 from holdfast.pool.dispatcher import Dispatcher
 from holdfast.pool.mapping import Feed, ahead_of, chunks_of, length_of
 from holdfast.pool.pool_job import PoolJob
 from holdfast.pool.pool_narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import Show, Tracker
 from holdfast.shm import forks
+from holdfast.shm.main_module import MainModule
 from holdfast.system.cgroups import growth_bytes
 
 # Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one

@@ -5,6 +5,7 @@ slots          one life's memory, cut into slots and letter boxes: the trainer l
 slot_writer    how bytes get into a slot, or into a file of their own: stacking, copying
 slot_claims    the worker's side: which slot it takes, and when it waits for one
 pack           a batch to (spec, buffers) and back
+main_module    `__main__` on its way to processes that cannot import it
 forks          what a forked child of the trainer must close
 shared_file    memory that many processes see, parts of which one of them at a time may claim
 record_store   records by index in such memory: what CachedDataset keeps its samples in
