@@ -48,6 +48,9 @@ def is_importable() -> bool:
 def true_main() -> Iterator[None]:
     """While multiprocessing starts a process: it would import whatever calls itself the file of `__main__`."""
     main = sys.modules["__main__"]
+    # The name of what a new process imports. multiprocessing has given it to the `__main__` of its own import, which is
+    # another one under `holdfast run` or IPython's %run.
+    sys.modules["__mp_main__"] = main
     file = getattr(main, "__file__", None)
     if file is None or is_importable():
         yield
