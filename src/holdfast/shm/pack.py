@@ -160,7 +160,7 @@ def _buffer(array: Any) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(array)
 
 
-class _Scales(FileSpace):
+class Scales(FileSpace):
     """Keeps nothing of what is put there but its size."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Packer:
         return spec
 
     def _weight(self, value: object) -> int:
-        self._space = _Scales()
+        self._space = Scales()
         return len(self._dump(MainPickler, self._cloud, value)) + self._space.size
 
     def _flattened(self, batch: object) -> _Flat | None:
