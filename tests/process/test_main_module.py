@@ -193,6 +193,37 @@ pool.shutdown()
     assert run([sys.executable, "-c", program]) == (0, "True 1\nTrue 2\n", "")
 
 
+def test_a_saved_state_is_of_the_scripts_class(tmp_path):
+    """Another worker loads it; it may ask what it gets."""
+    program = """
+import os, sys, time, torch
+from holdfast import DataLoader
+class State:
+    def __init__(self, at):
+        self.at = at
+class Stream(torch.utils.data.IterableDataset):
+    at = 0
+    def state_dict(self):
+        return State(self.at)
+    def load_state_dict(self, state):
+        print(isinstance(state, State), state.at > 0, flush=True)
+        self.at = state.at
+    def __iter__(self):
+        while self.at < 6:
+            if self.at == 5 and not os.path.exists("died"):
+                open("died", "w").close()
+                os.kill(os.getpid(), 9)
+            self.at += 1
+            time.sleep(0.7)  # a state is saved once a second
+            yield self.at
+if __name__ == "__main__":
+    print([batch.item() for batch in DataLoader(Stream(), num_workers=1, multiprocessing_context="fork")])
+"""
+    (tmp_path / "mine.py").write_text(program)
+    code, out, err = run([sys.executable, "mine.py"], cwd=tmp_path)
+    assert (code, out) == (0, "True True\n[1, 2, 3, 4, 5, 6]\n"), err
+
+
 # Globals that are dragged along ---------------------------------------------------------------------------------------
 
 
