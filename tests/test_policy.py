@@ -1,11 +1,17 @@
 """Wrong values are refused when the policy is made, with the accepted ones in the text."""
 
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
+import torch.utils.data
 
-from holdfast import Policy, PolicyError
+from holdfast import DataLoader, Policy, PolicyError
 from holdfast.policy import parse_bytes
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -62,3 +68,38 @@ def test_from_the_environment():
     assert (policy.bad_sample, policy.retries, policy.sample_timeout, policy.max_bad) == ("skip", 3, 2.5, 1.0)
     with pytest.raises(PolicyError, match="HOLDFAST_RETRIES='x'"):
         Policy.from_environment({"HOLDFAST_RETRIES": "x"})
+
+
+# What people read -----------------------------------------------------------------------------------------------------
+
+
+def defaults_in(text, pattern):
+    """name -> default, as written; parameters without one are left out."""
+    found = re.findall(pattern, text, re.MULTILINE)
+    return {name: eval(default, {"OSError": OSError}) for name, default in found if default}
+
+
+def in_docstring(documented):
+    return defaults_in(inspect.getdoc(documented), r"^(\w+)(?:=(.+?))?: \S")
+
+
+def test_help_and_docs_know_every_field_with_its_default():
+    fields = {field.name: field.default for field in dataclasses.fields(Policy)}
+    assert in_docstring(Policy) == fields
+    page, *_ = (DOCS / "policy.md").read_text().partition("\n## ")
+    assert defaults_in(page, r"^\| `(\w+)` \| `(.+?)` \| \S") == fields
+
+
+def test_help_knows_every_parameter_of_the_loader_with_its_default():
+    parameters = list(inspect.signature(DataLoader).parameters.values())
+    assert parameters[0].name == "dataset" and "\ndataset: " in inspect.getdoc(DataLoader)
+    assert in_docstring(DataLoader) == {p.name: p.default for p in parameters[1:]}
+
+
+def test_torchs_parameters_come_first_and_are_torchs():
+    """In its order, with its defaults: what is ours is added."""
+    ours = inspect.signature(DataLoader).parameters
+    torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    for name, parameter in list(torchs.items())[1:]:
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind), name
+    assert set(ours) - set(torchs) == {"policy", "device"}

@@ -61,30 +61,41 @@ class _Unset(int):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What to do when loading goes wrong. The defaults change nothing that torch users rely on."""
+    """What to do when loading goes wrong. The defaults change nothing that torch users rely on.
+
+    A policy cannot be changed after it is made. A value that is not accepted raises a PolicyError. Each field except
+    `retry_on` and `auto_workers` can also be set by an environment variable, such as HOLDFAST_BAD_SAMPLE=skip.
+    Fields, with their defaults:
+
+    bad_sample="raise": what to do with a sample that cannot be loaded. "raise": next() raises for its batch. "skip":
+        leave the sample out. "replace": another sample of this epoch takes its place (not for iterable datasets).
+    retries=0: how many more attempts a sample gets that raised one of `retry_on`.
+    retry_on=(OSError,): exception class, or a tuple of them, worth another attempt.
+    retry_delay=0.1: seconds before the first retry. They double with each further one, with jitter.
+    retry_delay_max=5.0: seconds between two retries, at most.
+    strikes=2: how many workers one sample may end before it counts as bad.
+    sample_timeout=None: seconds for one sample, and for one collate. After that the keeper dumps the stack, kills the
+        worker and counts a strike. None: it kills nothing.
+    worker_memory=None: what a worker may allocate beyond what it had when it was ready: bytes, or a size like "4GiB".
+        "auto": a worker's share of four fifths of what is free. None: no limit.
+    max_bad=0.1: the share of bad samples, from 0 to 1, above which the run ends. For "skip" and "replace", once 20
+        samples were seen.
+    restarts=20: how many times in a row a worker may die without any progress before the loader gives up. For `spawn`:
+        how often all ranks start again; never, unless you set it.
+    auto_workers=False: the loader sets it for num_workers="auto". You need not set it.
+    """
 
     bad_sample: BadSample = "raise"
-    """A sample that cannot be loaded: "raise" from its batch, "skip" it, or "replace" it by one already seen."""
     retries: int = 0
-    """More attempts for a sample that raised one of `retry_on`."""
     retry_on: tuple[type[BaseException], ...] = (OSError,)
-    """Exception types worth another attempt."""
     retry_delay: float = 0.1
-    """Seconds before the first retry; doubled each time, with jitter."""
     retry_delay_max: float = 5.0
-    """Seconds between two retries, at most."""
     strikes: int = 2
-    """How many worker lives one sample may end before it is bad."""
     sample_timeout: float | None = None
-    """Seconds for one sample, and for one collate. Past it: stack dump, kill, strike."""
     worker_memory: int | str | None = None
-    """What a worker may allocate beyond what it had when ready: bytes, "4GiB" or "auto"."""
     max_bad: float = 0.1
-    """Circuit breaker of skip and replace: a larger share of bad samples than this ends the run."""
     restarts: int = _Unset(20)
-    """Deaths in a row, without any progress between them, before the loader gives up. For `spawn`: see below."""
     auto_workers: bool = False
-    """`num_workers="auto"` was asked for; kept here so that frameworks which rebuild loaders keep it."""
 
     def __post_init__(self) -> None:
         if self.bad_sample not in ("raise", "skip", "replace"):

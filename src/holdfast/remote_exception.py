@@ -19,10 +19,9 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import cloudpickle
-
 from holdfast.core.host import Reply, ReplyKind
 from holdfast.errors import RemoteTraceback, SampleError, legible
+from holdfast.shm import main_module
 from holdfast.shm.memory_file import new_file
 from holdfast.system.evidence import Facts, Sign, facts_of
 from holdfast.system.signal_origin import raised_by_handler
@@ -134,9 +133,9 @@ def _errno_of(error: BaseException) -> int:
 
 def _pickled(error: BaseException, catch: type[BaseException]) -> bytes | None:
     """The pickle, if it comes out as what went in."""
-    for dumps in (pickle.dumps, cloudpickle.dumps):
+    for dumps in (pickle.dumps, main_module.dumps):
         try:
-            data: bytes = dumps(error)
+            data = dumps(error)
             again = pickle.loads(data)
         except catch:
             continue  # the next way; with none left, the parts travel
@@ -150,7 +149,7 @@ def _parts(error: BaseException, catch: type[BaseException]) -> bytes | None:
     attributes = {k: v for k, v in vars(error).items() if _can_pickle(v, catch)}
     args = tuple(a if _can_pickle(a, catch) else _asked(partial(repr, a), type(a).__name__, catch) for a in error.args)
     try:
-        data: bytes = cloudpickle.dumps((type(error), args, attributes))
+        data = main_module.dumps((type(error), args, attributes))
         pickle.loads(data)
     except catch:
         return None  # a class that cannot be sent; its text goes
@@ -159,7 +158,7 @@ def _parts(error: BaseException, catch: type[BaseException]) -> bytes | None:
 
 def _can_pickle(value: object, catch: type[BaseException]) -> bool:
     try:
-        cloudpickle.dumps(value)
+        main_module.dumps(value)
     except catch:
         return False
     return True

@@ -155,7 +155,7 @@ class Narrator:
         if event.cause is Cause.KEEPER:
             return (
                 "the keeper, the process between this one and the workers, ends again and again; it may have printed "
-                'why. With spawn: does the main module start its work under if __name__ == "__main__"? Last:'
+                'why. With spawn or forkserver: is all of the script under `if __name__ == "__main__":`? The last:'
             )
         if event.on is not None and event.on.stage < Stage.IDLE:
             return "workers die before they are ready; the last:"

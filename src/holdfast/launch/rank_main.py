@@ -16,20 +16,18 @@ import struct
 import sys
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.reduction import DupFd
 from typing import Any, Literal, NamedTuple
-
-import cloudpickle
 
 from holdfast.errors import CannotSend
 from holdfast.local.trainer.keeper_birth import Surroundings
 from holdfast.remote_exception import Raised, capture, text_of
 from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.pack import main_is_importable
+from holdfast.shm.pack import Packer, unpack
+from holdfast.shm.slot_writer import FileSpace
 from holdfast.system import linux
 from holdfast.system.signal_origin import SenderNote
 
@@ -182,9 +180,8 @@ def _die_at_end_of(lifeline: int) -> None:
 
 # The function and its arguments on their way into a new process.
 #
-# Pickle names a function by its module. That cannot work where the new process has no such module (`__main__` of a
-# notebook, of `python -`, of a prompt), nor for lambdas and closures. Those travel by value, with cloudpickle. In both
-# cases multiprocessing's own pickling keeps shared what is shared already: queues, locks, shared tensors.
+# They travel as a loader's job does: by name what the rank can import, by value what it cannot (shm/main_module.py).
+# What is shared already stays shared: queues, locks, shared tensors.
 
 
 class ShippedFunction:
@@ -194,7 +191,7 @@ class ShippedFunction:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | None = (fn, args)
-        self._fd = -1
+        self._fd, self._size, self._spec = -1, 0, (0, 0, 0)
 
     def __getstate__(self) -> Any:
         """Which process: the trainer, while multiprocessing starts a rank: its own objects pickle only then."""
@@ -205,9 +202,10 @@ class ShippedFunction:
         except BaseException:
             self.close()
             raise
-        return DupFd(self._fd)
+        return DupFd(self._fd), self._size, self._spec
 
-    def __setstate__(self, fd: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
+        fd, self._size, self._spec = state
         self._content, self._fd = None, fd.detach()
 
     def close(self) -> None:
@@ -219,20 +217,16 @@ class ShippedFunction:
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Which process: the rank. Raises what unpickling raises."""
         if self._content is None:
-            os.lseek(self._fd, 0, os.SEEK_SET)
-            with os.fdopen(self._fd, "rb") as file:
-                self._content = pickle.load(file)
+            memory = Memory(self._fd, self._size, private=True)
+            self.close()
+            self._content = unpack(memory.view, *self._spec, memory.export)
+        assert self._content is not None
         return self._content
 
     def _write(self) -> None:
-        if main_is_importable():
-            try:
-                self._dump(ForkingPickler)
-                return
-            except (pickle.PicklingError, AttributeError, TypeError):
-                os.ftruncate(self._fd, 0)  # cloudpickle may succeed
+        space = FileSpace(self._fd)
         try:
-            self._dump(_by_value)
+            self._spec = Packer(spawning=True).pack(self._content, space)
         except Exception as error:
             raise CannotSend(
                 f"the function or its arguments cannot be sent to a rank: {type(error).__name__}: {text_of(error)}\n"
@@ -240,20 +234,7 @@ class ShippedFunction:
                 '    try    make in the rank what cannot be sent (files, locks, connections); start_method="fork" '
                 "sends nothing"
             ) from error
-
-    def _dump(self, pickler: Callable[..., Any]) -> None:
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        with os.fdopen(self._fd, "wb", closefd=False) as file:
-            pickler(file).dump(self._content)
-
-
-def _by_value(file: Any) -> Any:
-    shared: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    pickler = cloudpickle.Pickler.__new__(cloudpickle.Pickler)
-    # Before __init__, which reads it once: the class has a table of its own.
-    pickler.dispatch_table = ChainMap(shared, cloudpickle.Pickler.dispatch_table)
-    pickler.__init__(file)
-    return pickler
+        self._size = space.size
 
 
 def run_rank(setup: RankSetup, function: ShippedFunction) -> None:

@@ -14,6 +14,7 @@ from holdfast.launch.cause import EndKind, RankExited, RankRaised, RootCause
 from holdfast.launch.rank_group import RankGroup
 from holdfast.launch.rank_life import Rank
 from holdfast.remote_exception import rebuild
+from holdfast.shm.main_module import GUARD, NO_GUARD
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
 
@@ -51,13 +52,19 @@ def case_of(rank: Rank, did: str = "") -> Case:
 def finding_of(case: Case) -> Finding:
     """Why a rank ended, in words for ranks."""
     raised = case.raised
+    if case.what is What.BOOT and case.code == NO_GUARD:
+        return Finding(
+            "rank-cannot-start",
+            "each rank imports the script again, and there the script began to start processes of its own",
+            ("the rank noticed that, and ended before it reached the function",),
+            'def main(): ..., and at the end of the script: if __name__ == "__main__": main()',
+        )
     if case.what is What.BOOT and raised is None:
         return Finding(
             "rank-cannot-start",
             "the process ended before it reached the function: most often because importing the main module raised",
             (f"exit code {case.code}, before the function was reached",),
-            "its output, below, says why; each rank imports the script, so the script must start its ranks under "
-            '`if __name__ == "__main__":` only',
+            "its output, below, says why; each rank imports the script",
             "likely",
         )
     if case.what is What.BOOT and raised is not None:
@@ -196,7 +203,8 @@ class FailedAttempt:
         last_words = rank.last_words
         raised = last_words.raised if last_words is not None and last_words.what in ("raised", "boot") else None
         text = str(replace(incident, stack="") if raised is not None else incident)
-        lines = [text, *(f"    then   {line}" for line in self._followed())]
+        advice = [GUARD.partition("\n")[0]] if self.boot and rank.exit_code == NO_GUARD else []
+        lines = [*advice, text, *(f"    then   {line}" for line in self._followed())]
         lines += [f"    before {line}" for line in before]
         tail = self._group.output.tail(rank.number)
         if tail:

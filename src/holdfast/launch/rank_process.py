@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from holdfast.launch.phases import KILLED_S
 from holdfast.launch.rank_main import RankSetup, ShippedFunction, run_rank
 from holdfast.local.trainer.keeper_birth import preload
-from holdfast.shm.pack import main_is_importable
+from holdfast.shm.main_module import refuse_without_guard, true_main
 from holdfast.system import linux
 from holdfast.system.signal_origin import LoggingFree, raised_by_handler
 
@@ -140,9 +140,9 @@ class _Reaped(popen_fork.Popen):
 
 def _described(process: BaseProcess, popen: Any) -> memoryview:
     """The pickled process, as a new interpreter of multiprocessing reads it."""
-    prepared = spawn.get_preparation_data(process.name)
-    if not main_is_importable():
-        prepared.pop("init_main_from_path", None)  # "<stdin>" cannot be imported
+    refuse_without_guard("holdfast-")
+    with true_main():
+        prepared = spawn.get_preparation_data(process.name)
     file = io.BytesIO()
     set_spawning_popen(popen)
     try:

@@ -1,11 +1,12 @@
 """DataLoader: torch's signature and attributes, `policy` and `device`; no logic."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch.utils.data
+from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.diagnose.incident import Incident
@@ -78,30 +79,53 @@ class Argument:
             return False
 
 
-class Readable:
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Readable(Generic[T]):
     """A property that a subclass may set to something of its own."""
 
-    def __init__(self, read: Callable[[Any], Any]) -> None:
+    def __init__(self, read: Callable[[Any], T]) -> None:
         self._read = read
         self.__doc__ = read.__doc__
 
-    def __get__(self, loader: Any, owner: type | None = None) -> Any:
-        return self if loader is None else self._read(loader)
+    def __get__(self, loader: Any, owner: type | None = None) -> T:
+        return self if loader is None else self._read(loader)  # type: ignore[return-value]  # of the class: itself
 
 
-T_co = TypeVar("T_co", covariant=True)
 AUTO = "auto"
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader` that survives its workers.
 
-    Takes all that torch's takes, and besides:
+    Parameters, with their defaults. `policy` and `device` are Holdfast's; so is the value "auto" of `num_workers`. All
+    others are torch's, and mean what they mean there.
 
-    policy: what to do when loading goes wrong (holdfast.Policy); None for HOLDFAST_* variables, or the defaults.
-    device: where batches shall arrive ("cuda", "cuda:1", a torch.device), copied there ahead of their turn; None
-        leaves them on the host. `pin_memory` has no meaning then.
-    num_workers: also "auto", for as many as this machine has CPUs for.
+    dataset: a Dataset (map-style) or an IterableDataset.
+    batch_size=1: samples per batch. None: the samples themselves, without collating them.
+    shuffle=None: True: a new random order in each epoch.
+    sampler=None: gives the indices, instead of `shuffle`.
+    batch_sampler=None: gives a list of indices for each batch, instead of batch_size, shuffle, sampler and drop_last.
+    num_workers=0: how many processes load. 0: the trainer loads itself. "auto": Holdfast looks for the best number.
+    collate_fn=None: makes a batch of a list of samples. None: torch's default_collate.
+    pin_memory=False: True: batches lie in memory that the device reads directly.
+    drop_last=False: True: leave out a last batch that is smaller than batch_size.
+    timeout=0: seconds that next() waits for a batch before it raises BatchTimeout. 0: as long as it takes. (A limit
+        for one sample is Policy(sample_timeout=...).)
+    worker_init_fn=None: called in each worker with its number, before the first sample.
+    multiprocessing_context=None: the start method, "fork", "spawn" or "forkserver", or a context of multiprocessing.
+        None: Python's default.
+    generator=None: the torch.Generator that shuffles and seeds the workers.
+    prefetch_factor=None: batches that are loaded ahead for each worker. None: 2.
+    persistent_workers=False: True: the workers stay for the next epoch.
+    pin_memory_device="": deprecated by torch.
+    in_order=True: False: batches come as soon as they are ready, in any order.
+    policy=None: what to do when loading goes wrong, a holdfast.Policy. None: what the HOLDFAST_* variables say, or the
+        defaults. See help(holdfast.Policy).
+    device=None: where batches shall arrive ("cuda", "cuda:1", a torch.device). Holdfast copies them there ahead of
+        their turn; `pin_memory` has no meaning then. None: they stay on the host.
     """
 
     policy = Argument()
@@ -110,17 +134,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | Literal["auto"] = 0,
-        collate_fn: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
-        worker_init_fn: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         generator: Any = None,
         *,

@@ -19,8 +19,7 @@ from holdfast.loader.measure import Repeated, Weighed, WeighedStream
 from holdfast.loader.tree import explain_unsendable
 from holdfast.policy import Policy
 from holdfast.remote_exception import shown, text_of
-from holdfast.shm.pack import Packer
-from holdfast.shm.slot_writer import FileSpace
+from holdfast.shm.pack import Packer, Scales
 
 Progress = Callable[[int, int], None]
 
@@ -172,15 +171,8 @@ def spread(length: int, count: int) -> list[int]:
     return sorted({round(i * (length - 1) / (count - 1)) for i in range(count)})
 
 
-class _Scales(FileSpace):
-    """Takes what a worker that is not forked would be sent, and keeps nothing of it but the size."""
-
-    def __init__(self) -> None:
-        super().__init__(-1)
-
-    def put(self, raw: memoryview) -> int:
-        self.size += raw.nbytes
-        return 0
+class _SpawnScales(Scales):
+    """Takes what a worker that is not forked would be sent."""
 
     # multiprocessing's locks and shared values pickle only for a process that is being started; here we are it.
 
@@ -193,7 +185,7 @@ class _Scales(FileSpace):
 
 def pickled_size(dataset: Any) -> tuple[int | None, str]:
     """Bytes of the dataset as a worker that is not forked would get it; or why it would not."""
-    scales = _Scales()
+    scales = _SpawnScales()
     context.set_spawning_popen(scales)  # type: ignore[arg-type]
     try:
         Packer(spawning=True).pack(dataset, scales)

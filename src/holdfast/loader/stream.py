@@ -19,7 +19,6 @@ from itertools import islice
 from types import GeneratorType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -30,6 +29,7 @@ from holdfast.loader.fetch import Caught, SampleFailed, Trouble, errors, everyth
 from holdfast.loader.tree import differing
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture
+from holdfast.shm.main_module import dumps
 from holdfast.shm.pack import bytes_of, is_plain
 from holdfast.shm.slot_writer import CODES
 
@@ -194,7 +194,7 @@ class StreamFetcher:
         try:
             owner: Any = self._dataset if hasattr(self._dataset, "load_state_dict") else self._items
             if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-                self._held = self.number, self.items, self.print, cloudpickle.dumps(owner.state_dict(), 5)
+                self._held = self.number, self.items, self.print, dumps(owner.state_dict())
         except self._catch() as error:
             self._snapshot_at = float("inf")
             self._held = capture(error)

@@ -15,15 +15,14 @@ pool was started, in a notebook, on stdin, a lambda, a closure), it travels by v
 import os
 import pickle
 import struct
-import sys
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 
+from holdfast.shm.main_module import MainModule
 from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.pack import Packer, main_is_importable, unpack
+from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.slot_writer import ALIGN, FileSpace
 
 _HEAD = struct.Struct("<14q")
@@ -164,41 +163,12 @@ class Envelope(FileSpace):
             self._fd = -1
 
 
-class MainModule:
-    """What workers know of `__main__`: `all`, when they import it again; what it was at the fork; or nothing."""
-
-    def __init__(self, fork: bool) -> None:
-        """Which process: the trainer, just before the keeper is made."""
-        self.all = False
-        self._known: dict[str, object] = {}
-        main = sys.modules["__main__"]
-        if fork:
-            named = {n: o for n, o in vars(main).items() if isinstance(o, FunctionType | type)}
-            self._known.update({n: o for n, o in named.items() if o.__module__ == "__main__"})
-        else:
-            self.all = main_is_importable()
-
-    def knows(self, thing: Any) -> bool:
-        """True when a worker finds the same thing under its name."""
-        first, *rest = thing.__qualname__.split(".")
-        found = self._known.get(first)
-        for name in rest:
-            found = getattr(found, name, None)
-        return found is thing
-
-    def forget(self) -> None:
-        """A worker did not find something after all: from now on everything goes by value."""
-        self.all = False
-        self._known.clear()
-
-
 class LetterWriter(Packer):
     """Packs calls. Which process: the trainer, in the dispatcher's thread."""
 
     def __init__(self, main: MainModule) -> None:
         super().__init__()
-        self.main = main
-        self._by_value = type("ByValue", (_MainPickler,), {"main": main})
+        self.main: MainModule = main
 
     def write(
         self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limits: tuple[int, int, int, int]
@@ -233,7 +203,7 @@ class LetterWriter(Packer):
         except (pickle.PicklingError, AttributeError, TypeError):
             pass  # a lambda, a closure: by value
         self._envelope.begin_again()
-        return self._dump(self._by_value, self._cloud, batch)
+        return self._by_value(batch)
 
 
 def _briefly(fn: Any, args: tuple[Any, ...]) -> bytes | None:
@@ -243,17 +213,6 @@ def _briefly(fn: Any, args: tuple[Any, ...]) -> bytes | None:
     except (pickle.PicklingError, AttributeError):
         return None  # a lambda
     return content if len(content) <= INLINE else None
-
-
-class _MainPickler(cloudpickle.Pickler):
-    """cloudpickle, but for what workers know by its name. `main` is set by who makes the class of one pool."""
-
-    main: MainModule
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType | type) and obj.__module__ == "__main__" and self.main.knows(obj):
-            return NotImplemented
-        return super().reducer_override(obj)
 
 
 def is_brief(value: Any) -> bool:

@@ -22,7 +22,7 @@ from holdfast.core.ledger import Ledger
 from holdfast.core.messages import BootFailed, Drawn, Lost, Rested, Send, Withdrawn
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.stats import PoolStats
-from holdfast.errors import HoldfastError, PoolBroken
+from holdfast.errors import HoldfastError, PoolBroken, WorkerLost
 from holdfast.pool.call import Call, close_futures_in_child
 from holdfast.pool.call_codec import LetterWriter
 from holdfast.pool.pool_narrator import PoolNarrator, stats_of
@@ -185,6 +185,8 @@ class Dispatcher:
                 self._feed()  # first of all: a worker waits
                 self._settle()
                 self._look()
+        except WorkerLost as error:
+            self._break(PoolBroken(str(error)))
         except BaseException as error:
             # Without this, every future would wait for ever on a thread that is gone.
             self._break(PoolBroken(f"the pool itself failed: {type(error).__name__}: {error}"), error)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, overload
 
 from holdfast.core.autoscale import Autoscale
 from holdfast.core.host import HostMaker, KnowsMemory, WorkerProcess
@@ -27,15 +27,18 @@ from holdfast.errors import HoldfastError
 from holdfast.local.trainer.local_host import LocalHost
 from holdfast.policy import Policy, parse_bytes
 from holdfast.pool.call import Call, name_of
-from holdfast.pool.call_codec import LetterWriter, MainModule
+from holdfast.pool.call_codec import LetterWriter
 from holdfast.pool.dispatcher import Dispatcher
 from holdfast.pool.mapping import Feed, ahead_of, chunks_of, length_of
 from holdfast.pool.pool_job import PoolJob
 from holdfast.pool.pool_narrator import PoolNarrator, stats_of
 from holdfast.pool.progress import Show, Tracker
 from holdfast.shm import forks
+from holdfast.shm.main_module import MainModule
 from holdfast.system.cgroups import growth_bytes
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
 # alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
 DEPTH = 16
@@ -95,20 +98,20 @@ class Pool(Executor):
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """`fn(*args, **kwargs)` in a worker."""
         return self._submit(fn, args, kwargs)
 
     def submit_with(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         /,
         *args: Any,
         timeout: float | None = None,
         retries: int | None = None,
         memory: int | str | None = None,
         **kwargs: Any,
-    ) -> Future[Any]:
+    ) -> Future[T]:
         """The same, with limits of its own.
 
         timeout: seconds, counted from its start; then its stack is taken, it is killed, and the future has a
@@ -154,6 +157,32 @@ class Pool(Executor):
         if not dispatcher.submit(call):
             raise self._refusal()
         return call.future
+
+    @overload
+    def map(
+        self,
+        fn: Callable[..., T],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        return_exceptions: Literal[False] = False,
+        progress: bool | str | Show = False,
+    ) -> Iterator[T]: ...
+
+    @overload
+    def map(
+        self,
+        fn: Callable[..., T],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        return_exceptions: bool,
+        progress: bool | str | Show = False,
+    ) -> Iterator[T | Exception]: ...
 
     def map(
         self,

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import random
 import resource
 import time
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import torch
 
 from holdfast.core.host import ALLOWED, RETRIES, JobContext, Output, Reply, ReplyKind
@@ -20,7 +18,7 @@ from holdfast.pool.call_codec import Head, head_of, open_letter
 from holdfast.pool.mapping import UNOPENED, Results
 from holdfast.remote_exception import Raised, capture, error_reply
 from holdfast.shm.memory_file import new_file
-from holdfast.shm.pack import Packer, main_is_importable
+from holdfast.shm.pack import Packer
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 from holdfast.system import linux
 from holdfast.system.evidence import Facts, Sign
@@ -58,19 +56,6 @@ class PoolJob:
         self._context: JobContext[SlotSpace]
         self._output: Output[SlotSpace]
         self._packer: Packer
-
-    def __getstate__(self) -> dict[str, Any]:
-        """In the trainer, while a keeper is being spawned: by value what would not be found there by its name."""
-        if main_is_importable():
-            return vars(self)
-        by_value = cloudpickle.dumps((self._initializer, self._retry_on))
-        return {**vars(self), "_initializer": None, "_retry_on": (), "_by_value": by_value}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        by_value = state.pop("_by_value", None)
-        vars(self).update(state)
-        if by_value is not None:
-            self._initializer, self._retry_on = pickle.loads(by_value)
 
     def boot(self, worker: int, life: int, context: JobContext[SlotSpace]) -> None:
         self._context, self._output = context, context.output

@@ -4,6 +4,7 @@ memory_file    anonymous memory files, sparse and mapped
 slots          one life's memory, cut into slots and letter boxes: the trainer lends and frees them
 slot_writer    the worker's side: which slot it takes, when it waits for one, how bytes get into it
 pack           a batch to (spec, buffers) and back
+main_module    `__main__` on its way to processes that cannot import it
 forks          what a forked child of the trainer must close
 shared_file    memory that many processes see, parts of which one of them at a time may claim
 record_store   records by index in such memory: what CachedDataset keeps its samples in

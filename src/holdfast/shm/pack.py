@@ -12,23 +12,22 @@ kinds (quantized, subclasses, those that require grad) go torch's way, with thei
 """
 
 import io
-import os
 import pickle
 import struct
-import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copyreg import dispatch_table
 from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard
 
 import cloudpickle
 import numpy as np
 import torch
 
-from holdfast.shm.slot_writer import CODES, TWINS, AnySpace, is_same
+from holdfast.shm.main_module import LARGE, MainModule, MainPickler, warn_of_large_globals
+from holdfast.shm.slot_writer import CODES, TWINS, AnySpace, FileSpace, is_same
 
 # Leaves below this are copied out of the slot.
 SMALL = 256 << 10
@@ -161,8 +160,22 @@ def _buffer(array: Any) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(array)
 
 
+class Scales(FileSpace):
+    """Keeps nothing of what is put there but its size."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+
+    def put(self, raw: memoryview) -> int:
+        self.size += raw.nbytes
+        return 0
+
+
 class Packer:
     """Packs one batch after another; one per worker. Which process: the worker, in its main thread."""
+
+    # What the reader knows of `__main__`; None in a worker: the trainer has all that is there.
+    main: MainModule | None = None
 
     def __init__(self, *, spawning: bool = False) -> None:
         """`spawning`: for a job that goes to a new process; what is shared already stays shared."""
@@ -178,6 +191,7 @@ class Packer:
         }
         self._shared: dict[type, Callable[[Any], Any]] = {}
         if spawning:
+            self.main = MainModule(fork=False)
             self._shared = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
             own = {**self._shared, **own}
         self._plain = {**dispatch_table, **own}
@@ -204,10 +218,25 @@ class Packer:
         return space.put(memoryview(written)), len(table) // 2, len(spec)
 
     def _pickle(self, batch: object) -> bytes:
-        try:
-            return self._dump(pickle.Pickler, self._plain, batch)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return self._dump(cloudpickle.Pickler, self._cloud, batch)
+        if self.main is None or self.main.all:
+            try:
+                return self._dump(pickle.Pickler, self._plain, batch)
+            except (pickle.PicklingError, AttributeError, TypeError):
+                pass  # a lambda, a closure: by value
+        return self._by_value(batch)
+
+    def _by_value(self, batch: object) -> bytes:
+        functions: list[FunctionType] = []
+        spec = self._dump(MainPickler, self._cloud, batch, functions)
+        table, space = self._table, self._space
+        if functions and isinstance(space, FileSpace) and len(spec) + space.size > LARGE:
+            warn_of_large_globals(functions, self._weight)
+            self._table, self._space = table, space
+        return spec
+
+    def _weight(self, value: object) -> int:
+        self._space = Scales()
+        return len(self._dump(MainPickler, self._cloud, value)) + self._space.size
 
     def _flattened(self, batch: object) -> _Flat | None:
         """What a flat batch is; its leaves are in the space then. None for any other."""
@@ -253,13 +282,21 @@ class Packer:
         spec = self._specs[flat] = bytes([_FLAT]) + pickle.dumps(tuple(flat), 5)
         return spec
 
-    def _dump(self, pickler_class: Any, reducers: Any, batch: object) -> bytes:
+    def _dump(
+        self, pickler_class: Any, reducers: Any, batch: object, functions: list[FunctionType] | None = None
+    ) -> bytes:
+        """`functions`: gets those of `__main__` that went by value."""
         file = io.BytesIO()
         self._table = []
         pickler = pickler_class.__new__(pickler_class)
         pickler.dispatch_table = reducers  # read by __init__ alone: cloudpickle's class has one of its own
         pickler.__init__(file, protocol=5, buffer_callback=self._put)
-        pickler.dump(batch)
+        if self.main is None or pickler_class is not MainPickler:
+            pickler.dump(batch)
+        else:
+            pickler.dump_for_adoption(batch, self.main)
+            if functions is not None:
+                functions += pickler.sent_functions
         return file.getvalue()
 
     def _put(self, buffer: pickle.PickleBuffer) -> None:
@@ -415,30 +452,3 @@ def _leaves(
             yield shared[start : start + size]
         else:
             yield bytearray(view[start : start + size])
-
-
-# The main module, where a process is spawned: what is pickled names its functions and classes.
-
-
-@contextmanager
-def true_main() -> Iterator[None]:
-    """A program that is read from stdin calls its file "<stdin>", and a new process would look for that in vain."""
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file is None or os.path.exists(file):
-        yield
-        return
-    main.__file__ = None
-    try:
-        yield
-    finally:
-        main.__file__ = file
-
-
-def main_is_importable() -> bool:
-    """True when a new process can import the trainer's main module again; not from stdin, nor in a notebook."""
-    main = sys.modules.get("__main__")
-    if getattr(getattr(main, "__spec__", None), "name", None) is not None:
-        return True  # python -m
-    path = getattr(main, "__file__", None)
-    return path is not None and os.path.isfile(path)

@@ -27,8 +27,9 @@ from holdfast.core.host import Job, JobContext, Reply
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.keeper_loop import Keeper, note_signals_only
 from holdfast.local.keeper.memory_budget import MemoryBudget
+from holdfast.shm.main_module import refuse_without_guard, true_main
 from holdfast.shm.memory_file import Memory, new_file
-from holdfast.shm.pack import Packer, true_main, unpack
+from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.slot_writer import FileSpace, SlotSpace
 from holdfast.system import linux
 from holdfast.system.cgroups import OomWatch
@@ -205,6 +206,7 @@ def be(main: Callable[[], None]) -> NoReturn:
 
 def spawn_keeper(orders: KeeperOrders, job: Job[SlotSpace]) -> BaseProcess:
     """A keeper in an interpreter that knows nothing of the trainer but what is pickled."""
+    refuse_without_guard("holdfast-")
     package = Package(job)
     context = multiprocessing.get_context("forkserver")
     preload(type(job).__module__)  # what a worker does, and with it torch

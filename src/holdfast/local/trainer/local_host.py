@@ -17,7 +17,7 @@ from typing import assert_never
 
 from holdfast.core.host import Job, Room, Silence, StreamEnd
 from holdfast.core.messages import Cause, Event, Exited, Leave, Place, Returned, Spared, Stage, What
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, WorkerLost
 from holdfast.local.keeper.fork_worker import KeeperOrders
 from holdfast.local.keeper.memory_budget import MemoryBudget
 from holdfast.local.protocol.pulse import ASKED, FLOOR, LIFE, PAGE, WANTED, Pulse
@@ -34,6 +34,7 @@ from holdfast.local.protocol.wire import (
 from holdfast.local.trainer.process_handles import FOUND_S, KeeperProcess, WorkerHandle, exit_code
 from holdfast.local.trainer.worker_channel import BEGINNING, STAYING, Answers, Journals, WorkerChannel, begin_life
 from holdfast.shm import forks
+from holdfast.shm.main_module import GUARD, NO_GUARD
 from holdfast.shm.memory_file import Memory, new_file
 from holdfast.shm.slot_writer import SlotSpace
 from holdfast.shm.slots import Gate
@@ -438,6 +439,8 @@ class LocalHost:
     def _lose_keeper(self) -> None:
         """It died, or never came up. Its workers die with it, and nobody is to blame."""
         self._end_keeper()
+        if self._keeper_process.status == NO_GUARD:
+            raise WorkerLost(GUARD)  # the next one would end like this one
         self._answers.drain(self._events)
         now = time.monotonic()
         for worker, line in enumerate(self._channels):

@@ -50,6 +50,7 @@ class KeeperProcess:
         self._forking = 0  # the thread that forks the keeper now
         self.pid = 0
         self.lost = False
+        self.status: int | None = None  # exit status of the last one, where that is known
         self.due = float("inf")  # when it must have come up
 
     def launch(self, orders: Callable[[socket.socket], KeeperOrders]) -> None:
@@ -165,6 +166,7 @@ class KeeperProcess:
             self.kill()
             self.gone(3.0)
         if self._process is not None and not self._process.is_alive():
+            self.status = self._process.exitcode
             self._process.close()
         self._process, self.pid = None, 0
         self.due = 0.0  # if no other can be launched now, it is late
