@@ -10,7 +10,19 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdfast.core.host import ALLOWED, BASE, JOB_WORDS, JOURNALLED, POSITION, SAMPLES, SINCE, SPARE, STAGE, Recorder
+from holdfast.core.host import (
+    ALLOWED,
+    BASE,
+    JOB_WORDS,
+    JOURNALLED,
+    POSITION,
+    SAMPLES,
+    SINCE,
+    SPARE,
+    STAGE,
+    Recorder,
+    Words,
+)
 from holdfast.core.messages import Place, Stage
 from holdfast.shm.memory_file import Memory
 from holdfast.system.signal_origin import SenderNote
@@ -29,7 +41,7 @@ _SENDER_AT = 1024
 class PlainRecorder:
     """In Python. The compiled one takes a tenth of the time for a sample, and a third for a stage."""
 
-    def __init__(self, words: memoryview) -> None:
+    def __init__(self, words: Words) -> None:
         self._words = words
 
     def enter(self, stage: int, position: int = 0, /) -> None:
@@ -44,7 +56,7 @@ class PlainRecorder:
         return self._walk(words, indices)
 
     @staticmethod
-    def _walk(words: memoryview, indices: Iterable[Any]) -> Iterator[Any]:
+    def _walk(words: Words, indices: Iterable[Any]) -> Iterator[Any]:
         for words[POSITION], index in enumerate(indices):
             words[SINCE] = time.monotonic_ns()
             yield index
