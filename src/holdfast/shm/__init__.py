@@ -6,6 +6,6 @@ slot_writer    how bytes get into a slot, or into a file of their own: stacking,
 slot_claims    the worker's side: which slot it takes, and when it waits for one
 pack           a batch to (spec, buffers) and back
 forks          what a forked child of the trainer must close
-shared_file    memory that many processes see, parts of which one of them at a time may claim
+shared_file    memory that many processes see; a process claims a part of it before it writes there
 record_store   records by index in such memory: what CachedDataset keeps its samples in
 """

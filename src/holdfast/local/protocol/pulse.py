@@ -1,9 +1,9 @@
-"""Pulse: the flight recorder. A page per worker in memory shared by trainer, keeper and worker.
+"""Pulse: the flight recorder. Trainer, keeper and worker share a page of memory for each worker.
 
-The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
-what it was on. The trainer writes `FLOOR`, below which tasks are not wanted any more, and `WANTED`, for which it waits
-right now (or has waited). The keeper writes what it measures (`MEMORY` to `FILES`), and both may ask the worker to
-leave after its batch: `ASKED`. The first words are the job's own, see core/host.py.
+The worker writes with plain stores: no system call, no message. When it dies, hangs or is killed, its last pulse says
+what it was on. The trainer writes `FLOOR`: it wants no task below that number any more. It also writes `WANTED`: the
+task that it waits for, or waited for last. The keeper writes what it measures (`MEMORY` to `FILES`). Both may ask the
+worker to leave after its batch: `ASKED`. The job writes the first words, see core/host.py.
 """
 
 import time
@@ -29,17 +29,17 @@ from holdfast.system.signal_origin import SenderNote
 
 PAGE = 4096
 LIFE, TASK, DUMPABLE, TASKS, SIGNALS, LAST_SIGNAL, FLOOR = range(JOB_WORDS, JOB_WORDS + 7)
-# ASKED, LEAVING: a `Leave`. MEMORY: what its private memory has grown by since BASE; PEAK: at most.
+# ASKED, LEAVING: a `Leave`. MEMORY: how much its private memory has grown since BASE; PEAK: the most so far.
 ASKED, LEAVING, MEMORY, PEAK, FILES, BUSY_NS, BYTES, WANTED = range(FLOOR + 1, FLOOR + 9)
 FIELDS = WANTED + 1
-# The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
+# The last word before the sender's. At the last dump the main thread held the GIL (2), did not (1), or unknown (0).
 GIL = 127
-# From here on in the page: who sent the last signal, see system/signal_origin.py.
+# From here on the page says who sent the last signal, see system/signal_origin.py.
 _SENDER_AT = 1024
 
 
 class PlainRecorder:
-    """In Python. The compiled one takes a tenth of the time for a sample, and a third for a stage."""
+    """A `Recorder` in Python. The compiled one takes a tenth of the time for a sample, and a third for a stage."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -63,7 +63,7 @@ class PlainRecorder:
 
 
 def recorder(words: memoryview) -> Recorder:
-    """The best there is."""
+    """The compiled recorder if there is one, or the one in Python."""
     try:
         from holdfast.local.protocol._pulse import Recorder as Compiled
     except ImportError:  # built without a compiler
@@ -72,7 +72,7 @@ def recorder(words: memoryview) -> Recorder:
 
 
 class Pulse:
-    """One worker's page. `words` may be written directly where it is hot."""
+    """One worker's page. Code that runs for each sample may write `words` directly."""
 
     def __init__(self, memory: Memory, worker: int) -> None:
         start = worker * PAGE
@@ -98,8 +98,8 @@ class Pulse:
         return Place(words[TASK], words[POSITION], Stage(words[STAGE]), seconds, words[SPARE])
 
     def figures(self) -> dict[str, float]:
-        """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present
-        one, private memory beyond what it had when it was ready.
+        """What this worker has done and used so far, over all its lives. Memory and descriptors are those of the
+        present life; memory is what it has beyond the private memory that it had when it was ready.
         """
         words = self.words
         return {
@@ -114,5 +114,5 @@ class Pulse:
 
 
 def new_words() -> memoryview:
-    """Words of a page that nobody else sees."""
+    """The words of a page that no other process sees."""
     return memoryview(bytearray(FIELDS * 8)).cast("q")
