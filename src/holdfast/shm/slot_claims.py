@@ -3,10 +3,10 @@
 The worker claims a slot when it has something to put into it, not when a task begins: it loads samples while the
 trainer still looks at the last batch. It takes the lowest free slot, so that it touches as few as possible.
 
-A slot that was never used costs its whole size, for good. One that was used mostly comes free in a moment: the trainer
-puts it back as soon as it has the next batch. So for large batches the worker waits for that moment. It does not wait
-when the trainer waits for this very batch. And it does not wait for ever: if the trainer looks at its batches for
-longer than the workers need to make theirs, the workers go on with the next ones.
+The first use of a slot costs memory for its whole size, for good. A slot that was used before is usually free soon: the
+trainer puts it back as soon as it has the next batch. So for large batches the worker waits for that. It does not wait
+if the trainer waits for this very batch. And it does not wait for ever: if the trainer keeps its batches for longer
+than the workers need to make theirs, the workers take new slots.
 """
 
 import os
@@ -20,13 +20,13 @@ from holdfast.shm.slot_writer import HUGE, SlotSpace
 from holdfast.shm.slots import CLAIMED, FREE, slot_view, states_of
 
 NO_SLOT = -1
-# Batches from this size on are worth a wait, once there is a slot to look at and one to write;
+# For batches from this size on the worker waits once it has two slots: the trainer reads one, it writes the other.
 LARGE = 4 << 20
-# and from HUGE on once there are `enough`. One is, where workers fill the processors: who waits leaves its own to who
-# writes, by two threads.
+# From HUGE on it waits once it has `enough` slots. If the workers fill the processors, one is enough: a worker that
+# waits leaves its processor to the worker that writes, which uses two threads.
 _ANY = 1 << 30
-# To wait about as long as a batch takes to write is to wait for another worker; to wait longer, for the trainer. That
-# may take this share of the worker's time, and at most so much at a stretch; after a wait in vain, half as much.
+# For about as long as a batch takes to write, the worker waits for another worker; after that, for the trainer. Waits
+# for the trainer may take this share of the worker's time, and at most so long each; half as long after each in vain.
 _ABOUT, _HANDING_OVER_S = 1.5, 1e-3
 _SHARE = 0.1
 MOMENT_S = 0.2
@@ -34,8 +34,8 @@ _LOOK_S = 100e-6
 
 
 class SlotClaims:
-    """`enough`: slots that are taken without a wait, for huge batches; None: never wait. `may_wait`: asked again and
-    again while it does."""
+    """`enough`: how many slots it takes without a wait, for huge batches; None: it never waits. `may_wait`: it asks
+    this again and again while it waits."""
 
     def __init__(
         self, memory: Memory, stride: int, count: int, enough: int | None, may_wait: Callable[[], bool]
@@ -47,20 +47,20 @@ class SlotClaims:
         self._may_wait = may_wait
         self._spaces: dict[int, SlotSpace] = {}
         self._space: SlotSpace | None = None  # of the present task
-        self._enough = _ANY  # for batches like the last one
+        self._enough = _ANY  # how many slots it takes without a wait, for batches like the last one
         self._moment = self._patience = MOMENT_S
         self._asked = self._claimed = 0.0
-        self._fair = 0.0  # seconds that another worker may take over its batch
+        self._fair = 0.0  # seconds that another worker may need for its batch
         self.waited_ns = 0  # in all
 
     def space(self) -> SlotSpace:
-        """The slot for the present task; claimed when it is asked for first."""
+        """The slot for the present task. The first call in a task claims it."""
         space = self._space
         if space is None:
             if len(self._spaces) >= self._enough:
                 self._wait()
             while (slot := bytes(self._states).find(FREE)) < 0:
-                time.sleep(_LOOK_S)  # what is lent has a bound, and the trainer is at work on the others
+                time.sleep(_LOOK_S)  # few slots can be lent, and the trainer frees the others
             self._states[slot] = CLAIMED
             space = self._spaces.get(slot)
             if space is None:
@@ -72,7 +72,7 @@ class SlotClaims:
         return space
 
     def hand_over(self, size: int) -> int:
-        """The task is done, in `size` bytes: its slot, the trainer's from now on; `NO_SLOT` if it needed none."""
+        """The task is done, in `size` bytes. Gives its slot, which belongs to the trainer now, or `NO_SLOT`."""
         space, self._space = self._space, None
         if size <= LARGE or self._for_huge is None:
             self._enough = _ANY
@@ -83,13 +83,13 @@ class SlotClaims:
         return NO_SLOT if space is None else space.slot
 
     def close_in_child(self) -> None:
-        """In a process that user code forks: if it comes back from there, it writes into no slot."""
+        """In a process that user code forks: if it returns from there, it writes into no slot."""
         for space in self._spaces.values():
             space.__class__ = ClosedSpace
         self.__class__ = ClosedSlotClaims
 
     def _wait(self) -> None:
-        """For one of the slots that were used before, a moment long."""
+        """Wait a moment for one of the slots that were used before."""
         began, waited = time.monotonic(), 0.0
         self._patience = min(self._moment, self._patience + _SHARE * (began - self._asked))
         self._asked = began
