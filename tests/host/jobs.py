@@ -98,8 +98,8 @@ class ByTheLetter:
         size = self.context.output.space().put(memoryview(told)) + len(told) if told else 0
         return Reply(ReplyKind.EXHAUSTED, buffers=items, bad=3, where=size, spec_bytes=kind)
 
-    def die(self, position):
-        self.context.enter(Stage.FETCH, position)
+    def die(self, position, stage=Stage.FETCH):
+        self.context.enter(stage, position)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self):

@@ -496,6 +496,26 @@ def test_a_life_that_hangs_is_killed(maker):
         assert driver.until(Exited).cause is Cause.DEADLINE
 
 
+def test_a_retired_life_that_hangs_is_killed_for_that(maker):
+    """So its sample is charged, and not tried for ever."""
+    with Driver(maker, sample_timeout=0.5) as driver:
+        driver.begin()
+        driver.host.send(0, 1, 0, order("nap", 600.0))
+        driver.host.flush()
+        time.sleep(0.1)
+        driver.host.retire(0, 1)
+        assert driver.until(Exited).cause is Cause.DEADLINE
+
+
+def test_a_death_between_two_attempts_names_the_task(maker):
+    """No deadline runs while a worker waits for its next attempt; but it has begun."""
+    with Driver(maker) as driver:
+        driver.begin()
+        driver.host.send(0, 1, 7, order("die", 3, Stage.IDLE))
+        on = driver.until(Exited).on
+        assert on is None or (on.task, on.stage) == (7, Stage.IDLE)
+
+
 @promise("Host.wait", "Tells Gone of a result that is lost after its Finished; but no result is lost with `fixed`.")
 def test_no_result_is_lost_in_silence(maker):
     """Neither of these hosts loses one: it can be opened when its worker is long gone."""

@@ -1,15 +1,15 @@
 """What a worker is told of a call: a head of a few numbers, and function and arguments, pickled.
 
-Small ones travel in a letter box of the worker. Large ones (an array among the arguments) get a memory file of their
-own: written once by the trainer, mapped privately by the worker, which sees it without copying it; what a task keeps or
-changes of it is its own. The worker opens the file by its path in /proc, so no descriptor has to be sent.
+A small call travels in a letter box of the worker. A large one (an array among the arguments) gets a memory file of its
+own. The trainer writes the file once. The worker maps it privately and does not copy it, so no other task sees what a
+task changes in its arguments. The worker opens the file by its path in /proc, so nobody has to send a descriptor.
 
-**What is sent once more of a chunk** is cut from its letter: the same bytes, and which items of them. The caller may
-use its objects again meanwhile.
+**Items of a chunk that are sent again** are cut from the letter of the chunk: the same bytes, and the numbers of the
+items. So the caller may change its objects meanwhile.
 
-**What is defined in `__main__`** is pickled by its name where a worker knows it by that name, as pickle does it: then
-globals that an initializer has set are the ones that the task sees. Where a worker does not know it (defined after the
-pool was started, in a notebook, on stdin, a lambda, a closure), it travels by value, with cloudpickle.
+**Functions of `__main__`** travel by name if a worker knows them by that name, as with pickle. Then the task sees the
+globals that an initializer has set. If a worker does not know the name (it was defined after the pool had started, in a
+notebook, on stdin; it is a lambda or a closure), the function travels by value, with cloudpickle.
 """
 
 import os
@@ -26,17 +26,17 @@ from holdfast.shm.pack import Packer, unpack
 from holdfast.shm.slot_writer import ALIGN, FileSpace
 
 _HEAD = struct.Struct("<14q")
-# Beyond this, a file: no letter box is too small for less, and below it mapping a file costs more than copying.
+# A larger call gets a file. A smaller one fits into every letter box, and copying it costs less than mapping a file.
 INLINE = 256 << 10
 _SIMPLE = frozenset((int, float, complex, str, bytes, bool, type(None)))
-# Containers up to this length are looked into for the short way.
+# The short way looks into containers up to this length.
 _SHORT = 8
-# `cut` of a letter that nothing was cut from.
+# `cut` of a letter that is whole.
 WHOLE = -1
 
 
 class Head(NamedTuple):
-    """The numbers in front. `size`, `fd`, `inode`, `pid`: of the file of a large one, and of the trainer."""
+    """The numbers in front. `size`, `fd`, `inode`: the file of a large call. `pid`: the trainer, which has it open."""
 
     attempt: int  # from 0 on
     attempts: int
@@ -55,7 +55,7 @@ class Head(NamedTuple):
 
 
 class _File:
-    """Of a large letter, and of those that were cut from it: the last one that is closed closes it."""
+    """The file of a large letter, and of all letters cut from it. The last of them that is closed closes it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -77,12 +77,12 @@ class Letter:
         self._file = _File(head.fd) if file is None and head.fd >= 0 else file
 
     def payload(self, attempt: int) -> bytes:
-        """For this attempt at it."""
+        """The bytes for this attempt."""
         return _HEAD.pack(attempt, *self._numbers) + self._content
 
     @property
     def large(self) -> bool:
-        """It has a file of its own."""
+        """True if it has a file of its own."""
         return self._head.fd >= 0
 
     @property
@@ -90,7 +90,7 @@ class Letter:
         return self._head.cut != WHOLE
 
     def cut(self, begin: int, items: int, attempts: int) -> "Letter":
-        """Some of its items as a chunk, or one as a single call."""
+        """A letter with some of its items: a chunk, or a single call."""
         head, file = self._head, self._file
         if file is not None:
             file.letters += 1
@@ -129,7 +129,7 @@ def open_letter(head: Head, payload: memoryview) -> tuple[Any, tuple[Any, ...], 
 
 
 class Envelope(FileSpace):
-    """Begins in memory, and moves to a file when it becomes large."""
+    """What pickle writes to: memory at first, and a file once it becomes large."""
 
     def __init__(self) -> None:
         super().__init__(-1)
@@ -153,7 +153,7 @@ class Envelope(FileSpace):
         return super().put(raw)
 
     def begin_again(self) -> None:
-        """What was put is not wanted."""
+        """Drop what was written: nobody wants it."""
         self.size = 0
         self.content.clear()
 
@@ -190,7 +190,7 @@ class LetterWriter(Packer):
         return Letter(Head(0, *limits, WHOLE, not self.main.all, *file, *spec), bytes(envelope.content))
 
     def _is_short(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A known function, called with what cannot hold anything of `__main__`: no need to look twice."""
+        """True for a known function whose arguments cannot hold anything of `__main__`: pickle alone is enough."""
         if kwargs or type(fn) is not FunctionType or not all(map(_is_simple, args)):
             return False
         return fn.__module__ != "__main__" or self.main.knows(fn)
@@ -207,7 +207,7 @@ class LetterWriter(Packer):
 
 
 def _briefly(fn: Any, args: tuple[Any, ...]) -> bytes | None:
-    """Plain numbers and strings for a function with a name: in a tenth of the time. None where that does not do."""
+    """The short way, ten times as fast: a function with a name, numbers and strings. None for any other call."""
     try:
         content = pickle.dumps((fn, args, {}), 5)
     except (pickle.PicklingError, AttributeError):
@@ -216,7 +216,7 @@ def _briefly(fn: Any, args: tuple[Any, ...]) -> bytes | None:
 
 
 def is_brief(value: Any) -> bool:
-    """Plain numbers and strings, or a few of them: pickled at once, without looking for large bytes inside."""
+    """True for plain numbers and strings, or a few of them. They hold no large bytes, so nobody looks for those."""
     kind = type(value)
     return kind in _SIMPLE or (
         kind in (tuple, list) and len(value) <= _SHORT and all(type(part) in _SIMPLE for part in value)

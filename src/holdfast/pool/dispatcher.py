@@ -3,9 +3,10 @@
     submit ──► waiting ──► Drawn ──► LEDGER ──► Send ──► HOST ──► worker
                               future ◄── Deliver ◄── ledger ◄── Finished, Exited
 
-Whoever submits, cancels or shuts down only leaves word (`waiting`, `withdrawn`, `closing`) and rings; all else happens
-in the thread. It does not know the Pool, so that a pool that is dropped can end. A worker holds a few tasks, so that it
-need not wait for the next; but none waits behind a slow one while another worker is idle, and a kill hits no other.
+A thread that submits, cancels or shuts down only notes that (`waiting`, `withdrawn`, `closing`) and rings the bell. All
+else happens in the dispatcher's thread. The thread does not know the Pool, so a pool that is dropped can end. A worker
+holds a few tasks, so it need not wait for the next one. If another worker is idle, or the worker is to be killed, the
+dispatcher takes back the tasks that it has not begun.
 """
 
 import atexit
@@ -30,16 +31,16 @@ from holdfast.pool.progress import PoolWatch
 from holdfast.pool.settle import Settler
 from holdfast.shm import forks
 
-# Tasks that take less than this are sent many at a time: waking a worker takes as long.
+# The dispatcher sends shorter tasks many at a time: it takes as long to wake a worker.
 BRISK_S = 0.002
-# How often it is thought over whether workers that were refused may be had now.
+# How often it asks again for workers that the system has refused.
 LOOK_S = 1.0
-# Of others, a worker holds the one that it is on and the next.
+# With longer tasks, a worker holds the one that it is on and the next.
 SHALLOW = 2
 
 
 class Dispatcher:
-    """See the module. `calls`: those that are with workers; shared with the teller. `deep`: most tasks of a worker."""
+    """See the module. `calls`: those with workers; the narrator has them too. `deep`: how many a worker may hold."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Dispatcher:
         self._cancelling = False
         self._killing = False
         self._owner = os.getpid()
-        # Between a last submit and the end of the thread. A collected pool may close us in the middle of anything.
+        # Between a last submit and the end of the thread. Garbage collection of a pool may close us at any time.
         self._lock = threading.RLock()
         self._over = False
         self.broken: HoldfastError | None = None
@@ -97,7 +98,7 @@ class Dispatcher:
             raise
 
     def _give_up(self) -> None:
-        """Something was refused at the start, or interrupted it: the thread may have begun all the same."""
+        """The start has failed or was interrupted. The thread may have begun all the same."""
         if self._claim.acquire(blocking=False):
             self._over = True
             forks.forget(self)
@@ -108,7 +109,7 @@ class Dispatcher:
             self.join()
 
     def submit(self, call: Call) -> bool:
-        """False when the thread is at its end and takes nothing more."""
+        """False if the thread is ending and takes no more calls."""
         call.future.on_cancel(self._withdraw, call.number, self._owner)
         with self._lock:
             if self._over:
@@ -124,45 +125,45 @@ class Dispatcher:
         self._ring()
 
     def close(self, *, cancel: bool = False) -> None:
-        """No more calls will come: end when all are done. `cancel`: those that no worker can begin at once."""
+        """No more calls will come: end when all are done. `cancel`: cancel those that no worker can begin at once."""
         self._cancelling = self._cancelling or cancel
         self._closing = True
         self._ring()
 
     def kill(self) -> None:
-        """End at once; what runs is lost."""
+        """End at once. Calls that run are lost."""
         self._killing = True
         self.close(cancel=True)
 
     def _ring(self) -> None:
         if os.getpid() != self._owner:
-            return  # a forked child: it has no part in this, and the bell's descriptor may be anything there
+            return  # a forked child cannot use the pool, and the bell's descriptor may be another file there
         with self._lock:
             if not self._over:
                 try:
                     self._asleep = False
                     self._host.ring()
-                except BaseException:  # of a signal handler, before the bell has rung: whoever comes next rings it
+                except BaseException:  # a signal handler raised before the bell has rung: the next caller rings it
                     self._asleep = True
                     raise
 
     def finish(self) -> None:
-        """The interpreter ends: what was submitted is still done, as with the standard library's pools."""
+        """The interpreter ends. It waits for all calls that were submitted, as with the standard library's pools."""
         self.close()
         self.join()
 
     def join(self) -> None:
-        """Until all is done and every process has ended. Nothing to wait for in a forked child, or in a callback."""
+        """Wait until all calls are done and all processes have ended. At once in a forked child or a callback."""
         if self._owner == os.getpid() and threading.current_thread() is not self.thread:
             self.thread.join()
 
     def close_in_child(self) -> None:
-        """In a forked child of the trainer: there is no thread there that settles futures."""
+        """In a forked child of the trainer. No thread settles futures there."""
         close_futures_in_child()
 
     @property
     def handles(self) -> list[WorkerProcess]:
-        """What others may know of the worker processes, as far as they were needed."""
+        """Handles of the worker processes that were needed so far."""
         return [handle for handle in self._host.workers if handle.has_life]
 
     def stats(self) -> PoolStats:
@@ -195,7 +196,7 @@ class Dispatcher:
             self._end()
 
     def _look(self) -> None:
-        """Are there as many workers as there may be?"""
+        """True if there are as many workers as there may be."""
         now = time.monotonic()
         if now >= self.watch.next_at:
             self.watch.look(now)
@@ -244,7 +245,7 @@ class Dispatcher:
         call.close()
 
     def _feed(self) -> None:
-        """Send what there is room for."""
+        """Send as many calls as the workers have room for."""
         ledger, written = self._ledger, self._written
         most = len(ledger.lives) * (self._deep if self._pace_s < BRISK_S else SHALLOW)
         while ledger.room and len(self._calls) < most and (written or self._write()):
@@ -252,28 +253,28 @@ class Dispatcher:
                 break
             call = written.popleft()
             self._calls[call.number] = call
-            # A chunk is given up when it has ended one life: what is left of it comes as other calls.
+            # The ledger gives up a chunk that has ended one life. The items that are left come again as other calls.
             self._supervisor.tell(Drawn(call.number, 1, 1 if call.items else call.lives))
         self._host.flush()
 
     def _count(self, ended: int) -> None:
-        """How fast results come, all workers together."""
+        """Measure how fast results come, from all workers together."""
         now = time.monotonic()
         self._pace_s += 0.2 * ((now - self._last_at) * len(self._ledger.lives) / ended - self._pace_s)
         self._last_at = now
 
     def _write_ahead(self) -> None:
-        """While workers are busy: the next letters are ready when one of them is not."""
+        """Pickle the next calls while the workers are busy, so that letters are ready when a worker is free."""
         while self._may_write_ahead() and self._write():
             pass
 
     def _may_write_ahead(self) -> bool:
-        """As many as there are workers, but of large ones, which are memory, just one."""
+        """How many letters to keep ready: as many as there are workers, but only one if it is large."""
         written = self._written
         return not written or (len(written) < len(self._ledger.lives) and not _is_large(written[-1]))
 
     def _write(self) -> bool:
-        """One more letter; False when nobody wants one."""
+        """Make one more letter; False if no call needs one."""
         while self._waiting:
             call = self._waiting.popleft()
             if not call.future.set_running_or_notify_cancel():
@@ -295,13 +296,13 @@ class Dispatcher:
         return True
 
     def _send_soon(self, call: Call) -> None:
-        """What is left of a chunk."""
+        """Send the items that are left of a chunk."""
         call.future.on_cancel(self._withdraw, call.number, self._owner)
         self._waiting.appendleft(call)
         self._counts["submitted"] += 1
 
     def _rewrite(self, call: Call) -> None:
-        """A worker did not find a name that it was thought to know."""
+        """A worker did not find a name that it should know. Send the call again, by value."""
         self._writer.main.forget()
         if call.letter is not None:
             call.letter.close()
@@ -341,7 +342,7 @@ class Dispatcher:
     # The end -------------------------------------------------------------------------------------------------------
 
     def _break(self, error: HoldfastError, cause: BaseException | None = None) -> None:
-        """Going on would not help: everybody gets the error, and so does whoever submits later."""
+        """Going on would not help. All futures get the error, and later calls of `submit` raise it."""
         if cause is not None:
             error.__cause__ = cause
         self.broken = error
@@ -374,7 +375,7 @@ class Dispatcher:
         self._waiting.clear()
 
     def _last_words(self, call: Call) -> HoldfastError:
-        """One for each: a traceback grows with every raise."""
+        """A new error for each future: a traceback grows each time its error is raised."""
         if self.broken is None:
             return self._narrator.killed(call)
         error = type(self.broken)(*self.broken.args)
@@ -387,6 +388,6 @@ def _is_large(call: Call) -> bool:
 
 
 def _discard(result: object) -> None:
-    """Nobody wants it any more."""
+    """The user does not want this call any more."""
     if not isinstance(result, Lost):
         cast(Result, result).discard()

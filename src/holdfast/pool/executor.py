@@ -1,6 +1,6 @@
 """Pool: a drop-in for `concurrent.futures.ProcessPoolExecutor` whose workers may die.
 
-Here is what the user sees and sets; the work is done by the dispatcher's thread. Workers start as they are needed.
+This module has what the user sees and sets. The dispatcher's thread does the work. Workers start when they are needed.
 """
 
 import atexit
@@ -39,15 +39,15 @@ from holdfast.system.cgroups import growth_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Tasks that a worker holds: the one it is on, and others that are taken back when somebody has nothing to do. With one
-# alone a worker waits for the next each time, and ten thousand empty tasks take twice the processor time.
+# How many tasks a worker holds: the one it is on, and others. The dispatcher takes those back if a worker is idle.
+# With one task at a time the worker would wait for each next one, and 10,000 empty tasks take twice the processor time.
 DEPTH = 16
 
 
 class Pool(Executor):
-    """Runs calls in worker processes. One that kills its worker fails alone, with a `TaskLost` that says why.
+    """Runs calls in worker processes. If a call kills its worker, only that call fails: its `TaskLost` says why.
 
-    Takes what ProcessPoolExecutor takes, and besides:
+    It takes the arguments of ProcessPoolExecutor, and one more:
 
     policy: `retries`, `retry_on`, `retry_delay` for calls that raise or are lost; `sample_timeout`: seconds for a call;
     `worker_memory`: for a worker. None: no retries, and HOLDFAST_* variables for the rest.
@@ -77,7 +77,7 @@ class Pool(Executor):
             if max_tasks_per_child <= 0:
                 raise ValueError("max_tasks_per_child must be >= 1")
         if policy is None:
-            # A call may not be safe to run twice. That is never decided from outside.
+            # A call may not be safe to run twice. So no environment variable can set this, only the program.
             policy = replace(Policy.from_environment(), retries=0)
         elif not isinstance(policy, Policy):
             raise TypeError(f"policy must be a holdfast.Policy, not {policy!r}")
@@ -112,11 +112,12 @@ class Pool(Executor):
         memory: int | str | None = None,
         **kwargs: Any,
     ) -> Future[T]:
-        """The same, with limits of its own.
+        """`fn(*args, **kwargs)` in a worker, with limits for this call.
 
-        timeout: seconds, counted from its start; then its stack is taken, it is killed, and the future has a
-        TimeoutError. retries: how often it may be run again after it was lost, timed out, or raised one of
-        `Policy.retry_on`. memory: bytes, or like "2GiB", that it may allocate; beyond that, MemoryError at the line.
+        timeout: seconds from its start. After that Holdfast takes its stack and kills it, and the future raises
+        TimeoutError. retries: how often it may run again after it was lost, timed out, or raised one of
+        `Policy.retry_on`. memory: what it may allocate, in bytes or as "2GiB". Beyond that, the line that allocates
+        raises MemoryError.
         """
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be None or seconds above 0, not {timeout!r}")
@@ -195,12 +196,12 @@ class Pool(Executor):
         return_exceptions: bool = False,
         progress: bool | str | Show = False,
     ) -> Iterator[Any]:
-        """`fn` of every item, in order. `chunksize` items travel together; each has an outcome of its own.
+        """The results of `fn` for all items, in order. `chunksize` items travel together; each has its own outcome.
 
-        `buffersize`: at most so many tasks are drawn beyond those whose results were taken. Without it, everything is,
-        but of a generator no more than 10,000 before results are taken. `return_exceptions`: the exception of an item
-        comes in the place of its result, and the others go on. `progress`: True, or what the line shall begin with:
-        how far it is, on stderr. A function gets a `holdfast.Progress` about once a second, in the pool's own thread.
+        `buffersize`: how many tasks may be ahead of the results that you have taken. Without it, all items are drawn at
+        once, but a generator at most 10,000 tasks ahead. `return_exceptions`: the exception of an item comes in the
+        place of its result, and the others go on. `progress`: True prints on stderr how far it is; a text stands at the
+        start of that line; a function gets a `holdfast.Progress` about once a second, in the pool's own thread.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
@@ -248,7 +249,7 @@ class Pool(Executor):
     def _broken(self) -> HoldfastError | None:
         return self._dispatcher.broken if self._dispatcher is not None else None
 
-    # Names that others look for in the standard library's pool, though they are private there.
+    # Private names of the standard library's pool that other libraries use.
 
     @property
     def _max_workers(self) -> int:
@@ -274,7 +275,7 @@ class Pool(Executor):
             take_back=True,
             facts=None if self._record.kept_in is None else self._record.kept_in.log_of_facts(),
         )
-        # Attempts are counted, nobody is judged: a task that may not run twice must not, whoever killed its worker.
+        # The ledger counts attempts and blames nobody: some tasks may not run twice, whatever killed their worker.
         plain = replace(policy, bad_sample="raise")
         autoscale = Autoscale(self._workers, self._workers, adapt=False)
         if isinstance(host, KnowsMemory):
@@ -285,7 +286,7 @@ class Pool(Executor):
         dispatcher = Dispatcher(
             host, ledger, autoscale, LetterWriter(MainModule(fork)), narrator, calls, depth, self._numbers
         )
-        # A pool that is dropped finishes what it has begun; so does one that is there when the interpreter ends.
+        # A pool that is dropped finishes what it has begun. So does a pool that exists when the interpreter ends.
         dropped = weakref.finalize(self, dispatcher.close)
         dropped.atexit = False
         try:
@@ -298,7 +299,7 @@ class Pool(Executor):
         return dispatcher
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """No more calls. `wait`: until all are done and every process has ended."""
+        """Take no more calls. `wait`: return when all calls are done and every process has ended."""
         if os.getpid() != self._owner:
             return
         if wait and not cancel_futures and not self._shut:
@@ -314,7 +315,7 @@ class Pool(Executor):
                 dispatcher.join()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        """Ctrl-C ends what runs: workers do not hear it by themselves."""
+        """Ctrl-C ends the calls that run. Workers do not react to it by themselves."""
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             self.kill_workers()
         else:
@@ -331,7 +332,7 @@ class Pool(Executor):
             dispatcher.kill()
             dispatcher.join()
 
-    # A worker notes SIGTERM and goes on, see local/worker/worker_loop.py: there is no milder way.
+    # The same as `kill_workers`: a worker notes SIGTERM and goes on, see local/worker/worker_loop.py.
     terminate_workers = kill_workers
 
     # What happened -------------------------------------------------------------------------------------------------

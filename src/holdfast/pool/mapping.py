@@ -1,10 +1,10 @@
 """map(): calls drawn from iterables, results in their order.
 
-What is drawn is bounded. With `buffersize`, as Python 3.14 has it: never more calls than that, beyond those whose
-result was taken. Without it, the standard library draws everything at once. So do we where the length is known, since
-the items are in memory anyway; but of a generator never more than AHEAD calls, and more as results are taken. What is
-left of it when the pool is shut down, or its `with` block ends, is drawn then: all calls are made, as with the
-standard library, whether somebody takes the results or not.
+How many calls are drawn ahead is bounded. With `buffersize` (as in Python 3.14), that is the bound, beyond the results
+that the user has taken. Without it, the standard library draws all items at once. So does Holdfast if the length is
+known, because the items are in memory anyway. From a generator it draws at most AHEAD calls, and more as results are
+taken. When the pool is shut down, or its `with` block ends, it draws the rest: all calls are made, as with the standard
+library, even if nobody takes the results.
 """
 
 import pickle
@@ -23,25 +23,25 @@ from holdfast.shm.memory_file import new_file
 from holdfast.shm.pack import SMALL, Packer, unpack
 from holdfast.shm.slot_writer import FileSpace, Full, SlotSpace
 
-# Chunks: several items of a map() as one task, of which each has an outcome of its own.
+# Chunks: several items of a map() as one task. Each item has an outcome of its own.
 #
-# The worker puts each result into the slot as soon as it is there, behind a table of where it lies. A slot belongs to
-# the trainer, so results outlive their worker: when it dies, the trainer takes what is there, the item that was begun
-# and has no result is the guilty one, and those that had not begun are sent once more.
+# The slot begins with a table that says where each result lies. The worker puts each result into the slot as it comes.
+# A slot belongs to the trainer, so results outlive their worker. When the worker dies, the trainer takes the results
+# that are there. The item that had begun and has no result is the guilty one. The others are sent again.
 #
 #     slot: items begun | (where, buffers, spec bytes, retries) per item | results | the table once more
 #
-# `retries`: below 0, it is a Failure.
+# `retries`: if it is below 0, the result is a Failure.
 
 
-# The position of a chunk of which no item has begun: its letter is being opened.
+# The position while the letter of a chunk is opened: no item has begun.
 UNOPENED = -1
 _BEGUN = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQQq")
 
 
 class Results:
-    """What a worker has of its chunk. Which process: the worker."""
+    """The chunk that a worker is on. Which process: the worker."""
 
     def __init__(self, packer: Packer, space: SlotSpace, words: Any, items: int) -> None:
         self._packer = packer
@@ -56,11 +56,11 @@ class Results:
         words[JOURNAL_BYTES] = space.end
 
     def begin(self, item: int) -> None:
-        """From here on it is not safe to be run by another."""
+        """The next item begins: from now on it is not safe to run it again."""
         _BEGUN.pack_into(self._slot.view, 0, item + 1)
 
     def add(self, result: object, retries: int) -> None:
-        """The next one's. Raises whatever pickling it raises."""
+        """Put the result of the next item. Raises whatever pickling it raises."""
         if is_brief(result):
             raw = pickle.dumps(result, 5)
             where, buffers, size = self._put(raw), 0, len(raw)
@@ -86,14 +86,14 @@ class Results:
             return self._packer.pack(result, self._move())
 
     def _move(self) -> FileSpace:
-        """To a file: the slot is full. What is there lies at the same place in it."""
+        """The slot is full: go on in a file. The results so far lie at the same places in it."""
         self._file = new_file("result", 0)
         space = self._space = FileSpace(self._file)
         space.put(self._slot.view[: self._words[JOURNAL_BYTES]])
         return space
 
     def reply(self) -> Reply:
-        """All are there."""
+        """All results are there."""
         table = bytes(self._slot.view[_BEGUN.size : self._end])
         where = self._put(table)
         kind = ReplyKind.BATCH if self._file < 0 else ReplyKind.BATCH_IN_FILE
@@ -101,7 +101,7 @@ class Results:
 
 
 class ItemOutcome(NamedTuple):
-    """Of one item: `content` is its result or a Failure; or reading it raised `error`."""
+    """The outcome of one item. `content`: its result or a Failure. `error`: what reading it raised."""
 
     content: Any
     retries: int
@@ -116,7 +116,7 @@ def unfold(
     lend: Callable[[], memoryview | None],
     small: int = SMALL,
 ) -> list[ItemOutcome]:
-    """As shm.pack.unpack, for a chunk. Which process: the trainer."""
+    """Does for a chunk what shm.pack.unpack does for a batch. Which process: the trainer."""
     lent: list[memoryview | None] = []
 
     def once() -> memoryview | None:
@@ -140,7 +140,7 @@ def unfold(
 def left_by(saved: bytes, count: int, position: int = 0) -> tuple[list[ItemOutcome], int]:
     """What a dead worker left of its chunk: outcomes, and how many items it had begun.
 
-    `position`: the item that it was on. Where nothing is left, those before it have begun, too.
+    `position`: the item that it was on. If nothing is left, the items before it had begun too.
     """
     if not count:
         return [], max(1, position + 1)
@@ -148,23 +148,23 @@ def left_by(saved: bytes, count: int, position: int = 0) -> tuple[list[ItemOutco
     return outcomes, _BEGUN.unpack_from(saved)[0]
 
 
-# What a chunk's future gives: a list of results, in which these stand where there is none (yet).
+# A chunk's future gives a list of results. One of these stands in the place of a result that is not there (yet).
 
 
 class ItemFailed(NamedTuple):
-    """This item has an exception."""
+    """This item has raised, or was lost."""
 
     error: BaseException
 
 
 class Part(NamedTuple):
-    """These items were sent once more. `several`: its future gives a list as this one."""
+    """These items were sent again. `several`: the new future gives a list too."""
 
     future: Future[Any]
     several: bool
 
 
-# Calls of a generator that are drawn before any result is taken: some megabytes of futures.
+# How many calls are drawn from a generator before any result is taken: some megabytes of futures.
 AHEAD = 10_000
 
 _NO_RESULTS = (ItemFailed, Part)
@@ -179,7 +179,7 @@ def chunks_of(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tupl
 class Feed:
     """The calls of one map(). `submit(args, first)` makes one, or a chunk if they have `several` items each.
 
-    Which thread: those of the user.
+    Which thread: the user's.
     """
 
     def __init__(
@@ -203,12 +203,12 @@ class Feed:
         self.futures: deque[Future[Any]] = deque()
 
     def fill(self) -> None:
-        """Draw what may be drawn."""
+        """Draw as many calls as may be drawn now."""
         while not self.over and (self._ahead is None or len(self.futures) < self._ahead):
             self.draw()
 
     def draw(self) -> None:
-        """One more, if there is one."""
+        """Draw one more call, if there is one."""
         try:
             call = next(self._calls)
         except StopIteration:
@@ -221,7 +221,7 @@ class Feed:
         self.futures.append(self._submit(call, first))
 
     def drain(self) -> None:
-        """Draw all that is left, each when one has ended; nobody may be there to take the results."""
+        """Draw the rest, one call each time another has ended. Perhaps nobody takes the results."""
         behind = 0
         while not self.over:
             if behind < len(self.futures):
@@ -255,7 +255,7 @@ class Feed:
         return outcome
 
     def _settled(self, futures: deque[Future[Any]], timeout: float | None) -> Any:
-        """The result of the first of them; it is taken away when it is there."""
+        """The result of the first call. When it is there, the call is removed."""
         future = futures[0]
         try:
             result = _outcome(future, timeout) if self._return_exceptions else future.result(timeout)
@@ -266,11 +266,11 @@ class Feed:
         return result
 
     def results(self, timeout: float | None) -> Iterator[Any]:
-        """In order. Whoever stops taking them cancels the rest."""
+        """The results, in order. If the user stops taking them, the rest is cancelled."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while self.futures or self._outcomes:
-                # Nothing is held here of a result while it is looked at.
+                # While the user has a result, nothing here holds on to it.
                 yield self._take(None if deadline is None else deadline - time.monotonic())
                 while self._outcomes and type(self._outcomes[-1]) not in _NO_RESULTS:
                     yield self._outcomes.pop()
@@ -284,7 +284,7 @@ class Feed:
 
 
 def _outcome(future: Future[Any], timeout: float | None) -> Any:
-    """Its result or its exception. What is raised meanwhile is neither: a signal handler's, say."""
+    """Its result, or its exception. Raises what something else raises meanwhile, a signal handler for example."""
     try:
         error = future.exception(timeout)
     except CancelledError as cancelled:
@@ -293,7 +293,7 @@ def _outcome(future: Future[Any], timeout: float | None) -> Any:
 
 
 def _cancel(outcomes: Iterable[Any]) -> None:
-    """What is not wanted any more, and what was sent once more of it."""
+    """Cancel these calls, and those that were sent again for items of theirs."""
     for part in [outcome for outcome in outcomes if type(outcome) is Part]:
         if not part.future.cancel() and part.several and part.future.done() and not part.future.exception():
             _cancel(part.future.result())
@@ -307,7 +307,7 @@ def ahead_of(iterables: tuple[Iterable[Any], ...], buffersize: int | None) -> in
 
 
 def length_of(iterables: tuple[Iterable[Any], ...]) -> int | None:
-    """How many calls there will be; None when nobody says."""
+    """How many calls there will be; None if that is not known."""
     if not all(isinstance(it, Sized) for it in iterables):
         return None
     return min((len(it) for it in iterables if isinstance(it, Sized)), default=0)

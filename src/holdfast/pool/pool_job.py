@@ -1,4 +1,4 @@
-"""What a worker of a pool does: open the letter, call, put the result into the slot. Runs in the worker only."""
+"""What a worker of a pool does: open the letter, call the function, put the result into the slot."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from holdfast.system.evidence import Facts, Sign
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """A task that ends in an exception. `unopened`: it was not even called. `unknown`: a name of `__main__` was."""
+    """A task that ends in an exception. `unopened`: opening its letter raised. `unknown`: for a name of `__main__`."""
 
     raised: Raised
     stage: Stage
@@ -35,7 +35,7 @@ class CallFailure:
     unknown: bool = False
 
     def brief(self) -> "CallFailure":
-        """What always finds room."""
+        """The part of it that always fits."""
         return replace(self, raised=self.raised.brief())
 
 
@@ -60,14 +60,14 @@ class PoolJob:
     def boot(self, worker: int, life: int, context: JobContext[SlotSpace]) -> None:
         self._context, self._output = context, context.output
         self._packer = Packer()
-        # Threads of OpenMP do not survive a fork, and as many workers as processors need no more.
+        # Threads of OpenMP do not survive a fork. With as many workers as processors, one thread each is enough.
         torch.set_num_threads(1)
         context.enter(Stage.INIT)
         if self._initializer is not None:
             try:
                 self._initializer(*self._initargs)
             except BaseException:
-                # Where the standard library's pool says it, and people look for it.
+                # The standard library's pool logs it there too, and people look for it there.
                 logging.getLogger("concurrent.futures").critical("Exception in initializer:", exc_info=True)
                 raise
 
@@ -95,7 +95,7 @@ class PoolJob:
         time.sleep(self._retry_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
 
     def _run_chunk(self, head: Head, payload: memoryview, space: SlotSpace) -> Reply:
-        """Each item has its own time, its own attempts and its own outcome. See pool/mapping.py."""
+        """Run a chunk. Each item has its own deadline, attempts and outcome. See pool/mapping.py."""
         pulse = self._context
         pulse.words[ALLOWED] = head.allowed_ns
         pulse.enter(Stage.FETCH, UNOPENED)
@@ -105,7 +105,7 @@ class PoolJob:
             return error_reply(self._packer, _unopened(error, head, 1), space)
         try:
             results = Results(self._packer, space, pulse.words, head.items)
-        except Full as error:  # so many that their table does not fit: they are sent again as two halves
+        except Full as error:  # so many items that their table does not fit: they are sent again as two halves
             return error_reply(self._packer, CallFailure(capture(error), Stage.BOOT, 1), space)
         for position, args in enumerate(items):
             pulse.enter(Stage.FETCH, position)
@@ -121,21 +121,21 @@ class PoolJob:
         return results.reply()
 
     def _item_again(self, head: Head, payload: memoryview, position: int, error: BaseException) -> tuple[Any, int]:
-        """An item has raised: its result after all, and how many retries it took; or a CallFailure, and -1."""
+        """An item has raised. Gives its result after a retry, and the number of retries; or a CallFailure, and -1."""
         attempt = 1
         while issubclass(type(error), self._retry_on) and attempt < head.attempts:
             self._rest(attempt)
             attempt += 1
             self._context.enter(Stage.FETCH, position)
             try:
-                fn, (items,), _ = open_letter(head, payload)  # its arguments as they were
+                fn, (items,), _ = open_letter(head, payload)  # with its arguments as they were at first
                 return fn(*items[position]), attempt - 1
             except BaseException as other:  # user code
                 error = other
         return CallFailure(capture(error), Stage.FETCH, attempt), -1
 
     def _attempt(self, head: Head, payload: memoryview, attempt: int) -> Reply | tuple[CallFailure, bool]:
-        """The reply; or what went wrong, and whether it is worth another attempt."""
+        """The reply; or what went wrong, and whether another attempt may help."""
         try:
             fn, args, kwargs = open_letter(head, payload)
         except BaseException as error:  # user code: __setstate__, modules that are imported

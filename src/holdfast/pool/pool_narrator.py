@@ -40,7 +40,7 @@ class PoolNarrator(Narrator):
         return _about(call.alone(task, min(position, call.items - 1)) if call.items and position >= 0 else call)
 
     def death(self, note: Note) -> Case:
-        """A pool judges no task: each has a number of attempts, and so there are no strikes to tell."""
+        """Tasks of a pool have a number of attempts and no strikes, so this tells none."""
         return replace(super().death(note), strike=0, needed=0)
 
     def did(self, note: Note) -> str:
@@ -65,7 +65,7 @@ class PoolNarrator(Narrator):
         return kind(str(incident), call.number, call.name, case.worker, incident.stack or None)
 
     def killed(self, call: Call) -> TaskLost:
-        """The user had all workers killed, and the call was with one of them."""
+        """The user killed all workers, and one of them had this call."""
         text = f"task {call.number} ({call.name}) was lost: kill_workers() or terminate_workers() ended its worker"
         return TaskLost(text, call.number, call.name)
 
@@ -95,7 +95,7 @@ class PoolNarrator(Narrator):
         error = rebuild(failure.raised)
         if error is None:
             return to_raise(failure.raised, said, None, worker)
-        # It arrives as itself, whatever it is: it can end nothing before somebody asks the future for it.
+        # It comes as itself, even SystemExit: it is raised only if the user asks the future for its result.
         return told(error, said, RemoteTraceback(failure.raised.traceback))
 
     def _unopened(self, call: Call, worker: int, raised: Raised) -> TaskLost:

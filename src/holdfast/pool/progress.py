@@ -1,7 +1,7 @@
-"""Progress of a map(): one line on a terminal, rewritten; a line now and then where there is none; or a call of yours.
+"""Progress of a map(): on a terminal one line, rewritten; elsewhere a line now and then; or calls of a function.
 
-Counted and told by the dispatcher's thread, which wakes up anyway when a task ends; the last word is said by whoever
-takes the last result, so that it stands before what the user prints next.
+The dispatcher's thread counts and prints, because it wakes up anyway when a task ends. The thread that takes the last
+result prints the last line, so that this stands before what the user prints next.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Progress:
     done: int
     """Items that have an outcome; `failed` of them have an exception."""
     total: int | None
-    """None while it is not known: a generator does not say how long it is."""
+    """None if it is not known: a generator does not tell its length."""
     failed: int
     retried: int
     """Attempts beyond the first, of all tasks of the pool since the map began."""
@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the rest will take at this rate, if that can be said."""
+        """Seconds that the rest will take at this rate; None if that is not known."""
         if self.total is None or not self.per_second:
             return None
         return (self.total - self.done) / self.per_second
@@ -73,14 +73,14 @@ def clock(seconds: float) -> str:
 
 
 def rewrite(file: TextIO, text: str, end: str = "") -> None:
-    """In the place of the last line of a terminal; cut where it would not fit."""
+    """Rewrite the last line of a terminal, cut to its width."""
     width = shutil.get_terminal_size().columns
     file.write(f"\r{text[: width - 1]}\033[K{end}")
     file.flush()
 
 
 def is_terminal(file: Any) -> bool:
-    """No, if it does not say so: what a program has put in the place of a stream may know less than a file."""
+    """False if the stream does not say. A program may have replaced it by an object that has less than a file."""
     try:
         return bool(file.isatty())
     except Exception as error:  # it has no such method, is closed, or is user code
@@ -93,7 +93,7 @@ Show = Callable[[Progress], object]
 
 
 def on_stderr() -> tuple[Show, float]:
-    """What shows it there, and how often."""
+    """What shows the progress on this stream, and how often."""
     file = getattr(sys, "stderr", None)
     if file is None:
         return lambda progress: None, LOG_S
@@ -103,7 +103,7 @@ def on_stderr() -> tuple[Show, float]:
 
 
 class Tracker:
-    """One map's. `told`: retries and running workers of the pool."""
+    """The progress of one map. `told` gives retries and running workers of the pool."""
 
     def __init__(self, wish: bool | str | Show, name: str, total: int | None, told: Callable[[], Any]) -> None:
         self._show, self._every_s = (wish, CALL_S) if callable(wish) else on_stderr()
@@ -115,7 +115,7 @@ class Tracker:
         self._began = time.monotonic()
         self._before: int = told()[0]
         self._marks: deque[tuple[float, int]] = deque([(self._began, 0)])
-        self._lock = threading.Lock()  # between the dispatcher's thread and the one that takes the last result
+        self._lock = threading.Lock()  # for the dispatcher's thread and the one that takes the last result
         self.over = False
         self.next_at = self._began + self._every_s
 
@@ -125,7 +125,7 @@ class Tracker:
         self._failed += failed
 
     def look(self, now: float) -> None:
-        """It is time to say something; for the last time, if nobody takes the results and all are there."""
+        """Show the progress. This is the last time if all results are there and nobody takes them."""
         self.next_at = now + self._every_s
         if self._done == self.total:
             self.finish()
@@ -133,7 +133,7 @@ class Tracker:
             self._say(now, False)
 
     def finish(self) -> None:
-        """No more is to come, or nobody waits for it."""
+        """No more results come, or nobody waits for them."""
         self._say(time.monotonic(), True)
 
     def _say(self, now: float, over: bool) -> None:
@@ -144,7 +144,7 @@ class Tracker:
             progress = self._progress(now)
             try:
                 self._show(progress)
-            except Exception:  # user code, or a terminal that has gone: the work goes on
+            except Exception:  # user code raised, or the terminal is gone: the work goes on
                 log.exception("progress of %s cannot be shown", self._label)
                 self.over = True
 
@@ -161,10 +161,11 @@ class Tracker:
         return Progress(self._label, *counted, now - self._began, rate, self.over)
 
 
-# Who looks on while a pool works: `holdfast top`, by the totals in the run folder; and the progress of maps.
+# Two things look at a pool while it works: `holdfast top`, through the totals in the run folder, and the progress of
+# maps.
 #
-# Which thread: the dispatcher's, but for `add`. It sleeps no longer than until somebody wants to look, and without
-# anybody as long as nothing happens.
+# Which thread: the dispatcher's, except for `add`. It sleeps until the next look is due. If nobody looks, it sleeps
+# until something happens.
 
 
 class PoolWatch:
@@ -178,11 +179,11 @@ class PoolWatch:
 
     @property
     def next_at(self) -> float:
-        """When somebody wants to look, by the monotonic clock."""
+        """When the next look is due, by the monotonic clock."""
         return min([self._totals_at, *(tracker.next_at for tracker in self._trackers)])
 
     def patience(self, now: float) -> float | None:
-        """How long nobody wants to look; None: as long as you like."""
+        """Seconds until the next look; None if there is none."""
         until = self.next_at
         return None if until == math.inf else max(0.0, until - now)
 
@@ -191,7 +192,7 @@ class PoolWatch:
         self._trackers.append(tracker)
 
     def look(self, now: float) -> None:
-        """It is time."""
+        """A look is due."""
         if now >= self._totals_at and self._folder is not None:
             self._folder.write_totals(self._stats)
             self._totals_at = now + TOTALS_S
@@ -202,7 +203,7 @@ class PoolWatch:
                 self._trackers.remove(tracker)
 
     def end(self) -> None:
-        """The pool is at its end."""
+        """The pool has ended."""
         if self._folder is not None:
             self._folder.write_totals(self._stats, running=False)
         for tracker in self._trackers:

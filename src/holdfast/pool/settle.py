@@ -13,13 +13,13 @@ from holdfast.pool.pool_job import CallFailure
 from holdfast.pool.pool_narrator import PoolNarrator
 from holdfast.shm.pack import unpack
 
-# Where it was noted what the worker was on before it was killed: it may have gone on meanwhile.
+# What the worker was on was noted before the kill. It may have gone on to the next item meanwhile.
 _NOTED_BEFORE = (Cause.DEADLINE, Cause.MEMORY, Cause.PRESSURE)
 
 
 class Settler:
-    """`numbers`: of calls. `again(call)`: it is to be sent, ahead of those that wait; `rewrite(call)`: in other words,
-    for a worker did not understand it.
+    """`numbers` gives new calls their numbers. `again(call)` sends a call ahead of those that wait. `rewrite(call)`
+    sends it by value, because a worker did not know a name in it.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Settler:
         self._numbers = numbers
         self._again = again
         self._rewrite = rewrite
-        self.journals: dict[int, tuple[bytes, int]] = {}  # what dead workers have left, by task
+        self.journals: dict[int, tuple[bytes, int]] = {}  # what dead workers have left of their chunks, by task
 
     def open(self, call: Call, result: object) -> None:
-        """It has an outcome."""
+        """The call has an outcome."""
         if isinstance(result, Lost):
             self._lost(call, result)
             return
@@ -65,7 +65,7 @@ class Settler:
             self.done(call, value, None)
 
     def done(self, call: Call, value: Any, error: BaseException | None) -> None:
-        """It is over. A chunk that never was begun: so are all its items."""
+        """The call is over. If it is a chunk that has not begun, all its items are over."""
         if call.items and error is not None:
             self._settle(call, [ItemFailed(error)] * call.items)
             return
@@ -75,11 +75,11 @@ class Settler:
         self._counts["done" if call.future.settle(value, error) else "cancelled"] += 1
 
     def unsent(self, call: Call, error: BaseException) -> None:
-        """It cannot be pickled."""
+        """The call cannot be pickled."""
         if call.items > 1:
             self._halve(call)
             return
-        with suppress(BaseException):  # notes of the user's that are no list, attributes that cannot be set
+        with suppress(BaseException):  # the user's exception may have notes that are no list, or refuse attributes
             BaseException.add_note(error, f"while task {call.number} ({call.name}) was being pickled for a worker")
         self.done(call, None, error)
 
@@ -98,7 +98,7 @@ class Settler:
     # Chunks --------------------------------------------------------------------------------------------------------
 
     def _told(self, call: Call, outcomes: list[ItemOutcome], worker: int) -> list[Any]:
-        """Results, with a ItemFailed in the place of those that there are not."""
+        """The results of a chunk; an ItemFailed stands for each that is missing."""
         told: list[Any] = []
         if all(retries == 0 and error is None for _, retries, error in outcomes):
             return [outcome[0] for outcome in outcomes]
@@ -113,7 +113,7 @@ class Settler:
         return told
 
     def _split(self, call: Call, lost: Lost) -> None:
-        """Its worker has died. What it had done counts, one item is guilty, and the others are sent once more."""
+        """Its worker has died. Its results count, one item is guilty, and the other items are sent again."""
         saved, count = self.journals.get(call.number, (b"", 0))
         known = lost.event.on is not None
         unopened = known and lost.position == UNOPENED and not count and lost.event.cause not in _NOTED_BEFORE
@@ -136,9 +136,9 @@ class Settler:
         self._settle(call, told)
 
     def _halve(self, call: Call, opened: bool = False) -> None:
-        """Something in it cannot be pickled, or opened, and no item has begun: the other half need not suffer.
+        """An item of the chunk cannot be pickled or opened, and none has begun. Send the chunk again as two halves.
 
-        Where it was `opened` before, it was not that: then both halves are what was packed.
+        `opened`: a worker failed to open it, so it could be pickled: both halves are cut from the same letter.
         """
         middle = call.items // 2
         halves = [self._part(call, 0, middle), self._part(call, middle, call.items)]

@@ -6,6 +6,6 @@ slot_writer    the worker's side: which slot it takes, when it waits for one, ho
 pack           a batch to (spec, buffers) and back
 main_module    `__main__` on its way to processes that cannot import it
 forks          what a forked child of the trainer must close
-shared_file    memory that many processes see, parts of which one of them at a time may claim
+shared_file    memory that many processes see; a process claims a part of it before it writes there
 record_store   records by index in such memory: what CachedDataset keeps its samples in
 """

@@ -1,13 +1,12 @@
 """What happens when the trainer forks while loaders, pools or ranks are open.
 
-A child has no part in them. It must not keep our descriptors, or workers would never see the end of their pipes. It
-must not end our workers, nor write into the pages that it shares with them. And it must go on seeing the batches that
-were out at that moment as they were. So the child closes whatever is open before anything else runs there, and using it
-raises `WrongProcess`.
+A child cannot use them. It must not keep our descriptors, or workers would never see the end of their pipes. It must
+not end our workers, nor write into the pages that it shares with them. And the batches that the user had at the fork
+must stay as they were. So the child closes everything that is open, before anything else runs there. If the child uses
+it later, it gets `WrongProcess`.
 
-`os.register_at_fork` knows no context, so this module holds the one piece of state that the package has at module
-level: what is open. Any thread may fork, at any moment of the others. So nothing here relies on what they have
-finished.
+`os.register_at_fork` passes no arguments, so this module holds the package's only state at module level: what is open.
+Any thread may fork while the others are in the middle of something. So nothing here relies on what they have finished.
 """
 
 import os
@@ -23,51 +22,51 @@ T = TypeVar("T")
 
 
 class Forkable(Protocol):
-    """What is open must do in a forked child."""
+    """What everything that is open must be able to do in a forked child."""
 
     def close_in_child(self) -> None:
-        """Descriptors are the child's own, all else is shared. Another thread may have been anywhere in this object."""
+        """The child has its own descriptors and shares all else. Another thread may be anywhere in this object."""
 
 
 class _Fork:
-    """One that is under way."""
+    """A fork that is under way."""
 
     def __init__(self, guard: ForkGuard | None) -> None:
         self.guard = guard
         self.done = False  # in the parent
 
 
-# (Plain sets: a copy of one is one step, while a WeakSet is gone through in Python, and other threads add to it.)
+# (Plain sets: a copy is one step. A WeakSet is copied in Python, step by step, and other threads add to it meanwhile.)
 _open: "set[weakref.ref[Forkable]]" = set()
 _slots: "set[weakref.ref[Slots]]" = set()  # also of hosts that are closed: users keep batches
 _guards: dict[int, list[_Fork]] = {}  # by thread, between `before` and `after` of its forks
 _hooked: list[bool] = []
-# Where a signal handler that raised has cut `before` short.
+# A signal handler has raised in `before` and cut it short.
 _NONE = [_Fork(None)]
 
 
 def watch(opened: Forkable) -> None:
-    """From now on it is told of forks."""
+    """From now on, forks call it."""
     if not _hooked:
         _hooked.append(True)
         os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
-        # A signal handler that raises in the first one cuts it short, and Python goes on with the next one.
+        # If a signal handler raises in the first one, Python ends that one and goes on with the next.
         os.register_at_fork(after_in_parent=_surely_in_parent)
     _open.add(weakref.ref(opened, _open.discard))
 
 
 def watch_slots(slots: Slots) -> None:
-    """From now on, what is lent of these stays as it is for a forked child."""
+    """From now on, forked children see the lent slots of these unchanged."""
     _slots.add(weakref.ref(slots, _slots.discard))
 
 
 def forget(opened: Forkable) -> None:
-    """It is closed."""
+    """It is closed: forks need not call it any more."""
     _open.discard(weakref.ref(opened))
 
 
 def wrong_process(what: str, owner: int, instead: str) -> WrongProcess:
-    """To be raised in a child that uses what it inherited. `instead`: what to do."""
+    """The error for a child that uses what it inherited. `instead`: what to do."""
     return WrongProcess(
         f"this {what} belongs to process {owner}: process {os.getpid()} inherited it by a fork and cannot use it\n"
         f"    why    its workers and their memory answer to the process that made it, which may be using them now\n"
@@ -81,7 +80,7 @@ def _living(refs: "Iterable[weakref.ref[T]]") -> list[T]:
 
 def _before() -> None:
     forks = _guards.setdefault(threading.get_ident(), [])
-    while forks and forks[-1].done:  # nobody could take it away
+    while forks and forks[-1].done:  # nobody can have removed it
         forks.pop()
     slots = _living(_slots)
     guard = ForkGuard() if slots else None
@@ -115,7 +114,7 @@ def _in_child() -> None:
     guard = (_guards.get(threading.get_ident()) or _NONE)[-1].guard
     if guard is not None:
         guard.in_child()
-    _guards.clear()  # of threads that there are not here
+    _guards.clear()  # of threads that do not exist in the child
     for slots in _living(_slots):
         slots.disarm()
     opened = _living(_open)

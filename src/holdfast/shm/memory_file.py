@@ -1,11 +1,11 @@
 """Anonymous memory files, sparse and mapped.
 
-A file of `memfd_create` has no name: nothing in /dev/shm, nothing to leave behind. It may be far larger than the
-machine's memory, since only touched pages cost anything. Mapped through libc and not by `mmap.mmap`, which keeps a
-descriptor per mapping open; here the descriptor may be closed as soon as both sides have mapped the file.
+A file of `memfd_create` has no name, so nothing appears in /dev/shm and nothing is left behind. It may be far larger
+than the machine's memory, because only pages that were written cost anything. This module maps it through libc:
+`mmap.mmap` would keep a descriptor open for each mapping. Here both sides may close it once they have mapped the file.
 
-The mapping lives as long as the `Memory` object: whoever looks into it must hold on to that. No core dump has it.
-A signal handler that raises at that object's end leaves the mapping to the end of the next one, see `_unmap`.
+The mapping lives as long as the `Memory` object, so code that reads it must hold on to that object. It is in no core
+dump. If a signal handler raises at the end of that object, the mapping goes at the end of the next one, see `_unmap`.
 """
 
 import atexit
@@ -21,7 +21,7 @@ _MAP_PRIVATE = 0x02
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_REMOVE = 9
-# A core dump would read every hole of a sparse file, and so make pages of gigabytes that nobody has touched.
+# A core dump would read the holes of a sparse file too, and so make gigabytes of pages that nobody has written.
 _MADV_DONTDUMP = 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -46,7 +46,7 @@ _LIBC = _libc()
 
 
 def new_file(name: str, size: int) -> int:
-    """The descriptor of a new memory file of `size` bytes, none of them touched."""
+    """The descriptor of a new memory file of `size` bytes. It has no pages yet."""
     fd = os.memfd_create(f"holdfast-{name}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)
@@ -58,7 +58,7 @@ def new_file(name: str, size: int) -> int:
 
 _mapped: dict[weakref.ref["Memory"], tuple[int, int, Any]] = {}  # address, size, and the second weak reference
 _ended: deque[weakref.ref["Memory"]] = deque()
-# True in it once the interpreter has begun to exit.
+# It holds True once the interpreter has begun to exit.
 _at_exit: list[bool] = []
 atexit.register(_at_exit.append, True)
 
@@ -70,10 +70,10 @@ def _unmap(
     munmap: Any = _LIBC.munmap,
     at_exit: Any = _at_exit,
 ) -> None:
-    """A `Memory` has ended. `weakref.finalize` would forget it if a signal handler raised just then.
+    """A `Memory` has ended. If a signal handler raised just then, `weakref.finalize` would forget it.
 
-    So the first callback is `deque.append`, which looks for no signals. This is the second: from the note to the system
-    call there is no other call, and what it does not come to is done at the next end.
+    So the first callback is `deque.append`, which runs no signal handlers. It notes the mapping. This is the second
+    callback. It makes no other call between the note and the system call. If it is cut short, the next one goes on.
     """
     if at_exit:
         return  # the mappings end with the process: until then a compiled signal handler may write there
@@ -109,11 +109,11 @@ class Memory:
             _LIBC.madvise(self.address + start, end - start, _MADV_REMOVE)
 
     def close_to_writing(self) -> None:
-        """In a forked child. What was taken of `view` before, or exported, goes on as it is."""
+        """In a forked child. Views that were taken before stay as they are."""
         self.view = self.view.toreadonly()
 
     def export(self) -> memoryview:
-        """All of it, for the user to look at: the mapping lives as long as any view of this."""
+        """The whole memory, for views of the user. The mapping lives as long as any of them."""
         exporter = (ctypes.c_char * self.size).from_address(self.address)
         exporter.memory = self  # type: ignore[attr-defined]
         return memoryview(exporter).cast("B")

@@ -1,14 +1,15 @@
-"""A nested batch <-> (spec, buffers): pickle protocol 5, with the bulk out of band.
+"""Turns a nested batch into (spec, buffers) and back: pickle protocol 5, with large contents out of band.
 
-The worker packs: the structure becomes a pickle, the *spec*; the bytes of tensors and arrays are put into a space
-(see shm/slot_writer.py) and noted in a table of (offset, size). The trainer unpacks: it copies small leaves out, so
-that a label that the user keeps does not hold on to its batch; large leaves are views, without a copy.
+The worker packs. The structure becomes a pickle, the *spec*. The worker puts the bytes of tensors and arrays into a
+space (see shm/slot_writer.py), and notes them in a table of (offset, size). The trainer unpacks. It copies small leaves
+out, so that a label that the user keeps does not hold on to its batch. Large leaves are views, without a copy.
 
-Most batches are one tensor, or a flat list or dict of some, of the same shapes again and again. Their spec
-says just that; it is made once in the worker, and read once in the trainer.
+Most batches are one tensor, or a flat list or dict of tensors, with the same shapes each time. Their spec holds just
+types and shapes. The worker makes it once, and the trainer reads it once.
 
-Everything that pickles crosses. Plain dense tensors have a short way of their own; sparse ones go as their parts; other
-kinds (quantized, subclasses, those that require grad) go torch's way, with their storages out of band.
+Everything that can be pickled can be sent. Plain dense tensors have a short way of their own. Sparse tensors go as
+their parts. Other kinds (quantized, subclasses, tensors that require grad) are pickled as torch does it, with their
+storages out of band.
 """
 
 import io
@@ -29,7 +30,7 @@ import torch
 from holdfast.shm.main_module import LARGE, MainModule, MainPickler, warn_of_large_globals
 from holdfast.shm.slot_writer import CODES, TWINS, AnySpace, FileSpace, is_same
 
-# Leaves below this are copied out of the slot.
+# The trainer copies leaves below this size out of the slot.
 SMALL = 256 << 10
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -54,7 +55,7 @@ def _odd_tensor(
 def _sparse(
     layout: torch.layout, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...], coalesced: bool, grad: bool
 ) -> torch.Tensor:
-    """torch's own way of loading one keeps it in a list for ever, to be checked by a torch.load that never comes."""
+    """torch's own function to load one also keeps it in a list for ever, for a torch.load that never comes."""
     if layout is torch.sparse_coo:
         indices, values = parts
         made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
@@ -84,8 +85,8 @@ def _storage(raw: Any, dtype: torch.dtype | None) -> object:
 def _rebuilt(
     storage: torch.UntypedStorage, at: int, shape: Any, strides: Any, wants_gradient: bool, *rest: Any
 ) -> torch.Tensor:
-    """Torch writes the untyped storage of a newer dtype (float8, uint16, ...), and reads a typed one; and it cannot put
-    memory into a tensor that wants its gradient.
+    """For newer dtypes (float8, uint16, ...) torch writes an untyped storage, but reads a typed one. And it cannot put
+    memory into a tensor that requires grad.
     """
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
     made = torch._utils._rebuild_tensor_v3(typed, at, shape, strides, False, *rest)  # type: ignore[no-untyped-call]
@@ -93,7 +94,7 @@ def _rebuilt(
 
 
 def _as_torch_reduces(tensor: torch.Tensor) -> Any:
-    """One that is not plain: it wants a gradient, is marked, or has attributes."""
+    """A tensor that is not plain: it requires grad, has a mark (conjugated, negated), or has attributes."""
     function, parts = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if function is torch._utils._rebuild_tensor_v3:
         return _rebuilt, parts
@@ -104,7 +105,7 @@ def _as_torch_reduces(tensor: torch.Tensor) -> Any:
 
 def bytes_of(tensor: torch.Tensor) -> Any:
     """The tensor's memory as a numpy array of bytes."""
-    dense = tensor.detach().contiguous()  # one of one element may have any stride, and counts as contiguous
+    dense = tensor.detach().contiguous()  # a tensor of one element may have any stride, and counts as contiguous
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -115,16 +116,16 @@ def _array(raw: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...
 # Stands for a leaf whose bytes are in the slot already.
 _IN_PLACE = pickle.PickleBuffer(bytearray())
 
-# Batches of ever new shapes (variable length text) must not fill the memory.
+# If each batch has new shapes (variable length text), these must not fill the memory.
 _MOST_SPECS = 512
 # The first byte of the spec of a flat batch. A pickle of a batch begins with 0x80.
 _FLAT = ord("F")
-# A batch of more leaves is not called flat: what is known of it would be large, too.
+# A batch of more leaves does not count as flat: what we keep about it would be large too.
 _MOST_LEAVES = 64
 
 
 class _Flat(NamedTuple):
-    """A batch of plain dense tensors: just one, or a list, a tuple or a dict of some."""
+    """A batch of plain dense tensors: one, or a list, a tuple or a dict of several."""
 
     kind: type
     keys: tuple[str, ...]
@@ -132,12 +133,12 @@ class _Flat(NamedTuple):
 
 
 def _is_clean(batch: object) -> TypeGuard[tuple[None, Any]]:
-    """A batch of the loader that nothing went wrong with: there are no notes on it."""
+    """A batch of the loader without any trouble, and so without notes."""
     return type(batch) is tuple and len(batch) == 2 and batch[0] is None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Dense numbers in this machine's memory, and nothing else to it."""
+    """True for plain dense numbers in this machine's memory."""
     return not (
         tensor.requires_grad
         or tensor.is_nested
@@ -151,7 +152,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """True for one whose memory other processes see; a sparse or nested one is asked by its parts."""
+    """True for a tensor whose memory other processes see. For a sparse or nested tensor its parts are asked."""
     dense = tensor.layout is torch.strided and not tensor.is_nested
     return dense and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
@@ -178,7 +179,7 @@ class Packer:
     main: MainModule | None = None
 
     def __init__(self, *, spawning: bool = False) -> None:
-        """`spawning`: for a job that goes to a new process; what is shared already stays shared."""
+        """`spawning`: it packs a job for a new process. Tensors that are shared already stay shared."""
         self._space: AnySpace
         self._spawning = spawning
         self._table: list[int] = []
@@ -239,7 +240,7 @@ class Packer:
         return len(self._dump(MainPickler, self._cloud, value)) + self._space.size
 
     def _flattened(self, batch: object) -> _Flat | None:
-        """What a flat batch is; its leaves are in the space then. None for any other."""
+        """Describes a flat batch, and puts its leaves into the space. None for any other batch."""
         if not _is_clean(batch):
             return None
         content = batch[1]
@@ -272,7 +273,7 @@ class Packer:
             shapes.append(shape)
             table += (offset, size)
         if len({*map(id, leaves)}) < (len(shapes) or 1):
-            return None  # nothing, or one thing twice, which shall stay one
+            return None  # nothing; or the same tensor twice, which must stay one tensor
         self._table = table
         return _Flat(kind, keys, tuple(shapes))
 
@@ -289,7 +290,7 @@ class Packer:
         file = io.BytesIO()
         self._table = []
         pickler = pickler_class.__new__(pickler_class)
-        pickler.dispatch_table = reducers  # read by __init__ alone: cloudpickle's class has one of its own
+        pickler.dispatch_table = reducers  # only __init__ reads this; cloudpickle's class has a table of its own
         pickler.__init__(file, protocol=5, buffer_callback=self._put)
         if self.main is None or pickler_class is not MainPickler:
             pickler.dump(batch)
@@ -300,7 +301,7 @@ class Packer:
         return file.getvalue()
 
     def _put(self, buffer: pickle.PickleBuffer) -> None:
-        if buffer is not _IN_PLACE:  # that one's reducer has made the table entry
+        if buffer is not _IN_PLACE:  # the reducer of that tensor has made the table entry
             raw = buffer.raw()
             self._table += (self._space.put(raw), raw.nbytes)
 
@@ -343,7 +344,7 @@ class Packer:
         if dtype.kind not in "biufcSU" or dtype.isbuiltin == 2:
             return array.__reduce_ex__(5)
         if not array.flags.writeable:
-            array = array.copy()  # or it would arrive as one that cannot be written
+            array = array.copy()  # otherwise it would arrive as an array that cannot be written
         if not array.flags.c_contiguous:
             order = _order_of_dense(array)
             if order is not None:
@@ -360,7 +361,7 @@ class Packer:
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """One that is dense but permuted (channels_last), transposed; itself where its strides have gaps."""
+    """The tensor, transposed if it is dense but permuted (channels_last); unchanged if its strides have gaps."""
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
     dense = tensor.permute(order)
@@ -368,7 +369,7 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _order_of_dense(array: Any) -> tuple[int, ...] | None:
-    """How to transpose an array that is dense but permuted (channels_last); None where its strides have gaps."""
+    """How to transpose an array that is dense but permuted (channels_last); None if its strides have gaps."""
     order = sorted(range(array.ndim), key=lambda d: -array.strides[d])
     return tuple(order) if array.transpose(order).flags.c_contiguous else None
 
@@ -381,9 +382,9 @@ def unpack(
     lend: Callable[[], memoryview | None],
     small: int = SMALL,
 ) -> Any:
-    """The batch whose bytes lie in `view`. `lend()` is asked once, if there is a leaf worth not copying.
+    """The batch whose bytes lie in `view`. If there is a large leaf, this calls `lend()` once, for memory to keep.
 
-    `small`: leaves below that many bytes are copied out.
+    `small`: it copies leaves below that many bytes out.
     """
     start = where + 16 * buffers
     if view[start] == _FLAT:
@@ -393,7 +394,7 @@ def unpack(
 
 
 class _Look(NamedTuple):
-    """How a leaf of a flat batch is to be shown."""
+    """How to build one leaf of a flat batch."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -403,7 +404,7 @@ class _Look(NamedTuple):
 
 @lru_cache(_MOST_SPECS)
 def _read_flat(written: bytes, leaves: int) -> tuple[type, tuple[str, ...], list[_Look], int]:
-    """From a table and the spec behind it: what is flat, its keys, its leaves, and the size of the largest."""
+    """Reads a table and the spec behind it: the kind of flat batch, its keys, its leaves, the size of the largest."""
     table = struct.unpack_from(f"<{2 * leaves}Q", written)
     kind, keys, shapes = pickle.loads(memoryview(written)[16 * leaves + 1 :])
     looks = [

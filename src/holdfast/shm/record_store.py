@@ -1,26 +1,27 @@
-"""RecordStore: records by index in memory that many processes share, bounded in bytes. Nobody ever waits.
+"""RecordStore: records by index, in memory that many processes share, bounded in bytes. No process ever waits.
 
     head | segments: generation, used, since | directory: a word per index | data: segment 0, segment 1, ...
 
-A segment is filled from its start, by one writer at a time: the one that has claimed it (see shared_file.py), for the
-time of one record. A record is complete before its directory word is written, in one store: *commit*. The word says
+A segment is filled from its start. A writer claims it for the time of one record (see shared_file.py), so there is one
+writer at a time. It writes the whole record, and then its directory word, in one store: *commit*. The word says
 segment, generation and place; 0 means nothing. A reader takes the word, compares the generation with the segment's,
-copies the record out, and compares the generation again; only then does anybody look at what was copied.
+copies the record out, and compares the generation again. Only then does it look at what it has copied.
 
-To use a segment again, its writer raises the generation first, and writes over the old records after that. A reader
-that was copying them meanwhile sees another generation afterwards, and has found nothing. A generation is 64 bits in
-the segment and in each record; the directory word has room for 26 of them, so after 67 million rounds a stale word may
-point to a record again, and the record's own generation and index tell.
+To use a segment again, its writer first raises the generation, and then writes over the old records. A reader that was
+copying them sees another generation afterwards, and counts them as not found. A generation has 64 bits in the segment
+and in each record, but only 26 in the directory word. So after 67 million rounds a stale word may point to a record
+again. Then the record's own generation and index show that it is stale.
 
-A writer that is killed leaves nothing: what it had not committed is not in the directory, its claim is released by the
-kernel, and the next writer goes on after the last whole record. Killed between raising the generation and emptying the
-segment, it leaves one that looks full and holds nothing, until that is the oldest, which it is at once.
+A writer that is killed leaves nothing locked and nothing half done. A record that it has not committed is not in the
+directory. The kernel releases its claim. The next writer goes on after the last whole record. If it is killed after it
+has raised the generation and before it has emptied the segment, the segment looks full and holds nothing. But it then
+counts as the oldest, so it is the next one to be used again.
 
-Two that store the same index at once both succeed: the later word holds, and the other copy is wasted room.
+If two processes store the same index at once, both succeed. The later word counts, and the other copy wastes its room.
 
-How many segments: each ought to hold many records, or much of it stays empty at its end; and there ought to be many,
-so that writers do not meet and eviction takes a small share at a time. The first writer decides, when it knows the
-size of a record.
+How many segments? Each should hold many records, because the room at its end stays empty. And there should be many, so
+that writers rarely want the same one, and eviction takes a small share at a time. The first writer decides, when it
+knows the size of a record.
 """
 
 import enum
@@ -35,17 +36,18 @@ from holdfast.shm.shared_file import BODY, FIRST_CLAIM, LOADS_IN_ORDER, Address,
 
 Evict = Literal["never", "oldest"]
 
-# The directory's word has six bits for the segment; 16 MiB hold many samples of most kinds.
+# The directory's word has six bits for the segment. 16 MiB hold many samples of most kinds.
 MOST_SEGMENTS = 64
 FEWEST_SEGMENTS = 4
-# Milliseconds that a second process waits for the first to cut: a store that nobody else needs would go unused.
+# Milliseconds that a second process waits while the first one cuts the segments. Without the wait, its first record
+# would be lost to the store.
 _MOMENTS = 20
 USUAL_SEGMENT = 16 << 20
 # Records a segment ought to hold: then half a record that does not fit at its end is 3 %.
 ROOMY = 16
-# After so many in a row for which there was no room, records are not even made: that costs more than a look.
+# After so many records in a row without room, the caller need not make any more: that costs more than to ask.
 ENOUGH_REFUSED = 64
-# Records begin at multiples of this: a cache line, and 32 bits of them are 256 GiB in a segment.
+# Records begin at multiples of this. It is a cache line, and 32 bits count 256 GiB of them in a segment.
 UNIT = 64
 _OFFSET_BITS, _GENERATION_BITS = 32, 26
 _OFFSETS = (1 << _OFFSET_BITS) - 1
@@ -63,10 +65,10 @@ _RECORD = struct.Struct("<qQQQ")
 
 
 class Put(enum.Enum):
-    """What became of a record that was to be stored."""
+    """What became of a record that somebody wanted to store."""
 
     STORED = 0
-    THERE = 1  # somebody was faster
+    THERE = 1  # another process was faster
     TOO_LARGE = 2  # for any segment
     NO_ROOM = 3  # and nothing may be evicted
     BUSY = 4  # all that have room are being written to
@@ -82,7 +84,7 @@ def _data_at(length: int) -> int:
 
 
 class RecordStore:
-    """Of indices below `length`. `size` is all it will ever take: seats, directory and records."""
+    """A store for indices below `length`. `size`: all the memory it ever takes, for seats, directory and records."""
 
     def __init__(self, length: int, size: int, evict: Evict, *, shared: SharedFile | None = None) -> None:
         self.room = room_for(length, size)
@@ -103,7 +105,7 @@ class RecordStore:
 
     @classmethod
     def find(cls, address: Address, length: int, size: int, evict: Evict) -> "RecordStore | None":
-        """The one that another process made; None when it is not there."""
+        """The store that another process has made; None if it is not there."""
         shared = SharedFile.find(address)
         return None if shared is None else cls(length, size, evict, shared=shared)
 
@@ -126,7 +128,7 @@ class RecordStore:
         return parts if self._generations[segment] == generation else None
 
     def _copy(self, segment: int, offset: int, index: int, generation: int) -> list[bytearray] | None:
-        """What lies there now. It may be written over meanwhile: sizes are checked, contents are not."""
+        """The parts that lie there now. A writer may write over them meanwhile: this checks sizes, and not contents."""
         data = self._data
         whole = self._head[_BYTES]
         at = segment * whole + offset
@@ -149,11 +151,11 @@ class RecordStore:
 
     @property
     def full(self) -> bool:
-        """As far as this process knows, there is no use in offering another record."""
+        """True if this process knows no room for another record."""
         return self._refused >= ENOUGH_REFUSED
 
     def put(self, index: int, parts: Sequence[memoryview]) -> Put:
-        """RecordStore a record. Which process: any; in one thread at a time, others are told BUSY."""
+        """Store a record. Which process: any. One thread at a time; others get BUSY."""
         sizes = [part.nbytes for part in parts]
         used = _RECORD.size + 8 * len(sizes) + sum(sizes)
         size = -(-used // UNIT) * UNIT
@@ -188,7 +190,7 @@ class RecordStore:
         return bool(word) and generation & _GENERATIONS == (word >> _OFFSET_BITS) & _GENERATIONS
 
     def _cut(self, size: int) -> bool:
-        """Decide on the segments, if nobody has. False: somebody is about to, and takes longer than a moment."""
+        """Decide on the segments, if nobody has. False if another process does it and takes long."""
         head = self._head
         if head[_COUNT]:
             return True
@@ -210,13 +212,13 @@ class RecordStore:
         return True
 
     def _claim_room(self, size: int) -> tuple[int, Put]:
-        """A segment that has room for it, claimed: the one of last time, another, or the oldest made empty."""
+        """Claims a segment with room for it: the one of last time, another one, or the oldest, which it empties."""
         if self._evict == "never" and size > self._most_left:
             self._refused += 1
             return -1, Put.NO_ROOM
         whole, count = self._head[_BYTES], self._head[_COUNT]
         if self._current < 0:
-            self._current = max(self.shared.seat, 0) % count  # so that writers do not meet
+            self._current = max(self.shared.seat, 0) % count  # so that writers rarely want the same one
         busy = False
         left = 0
         for i in range(count):
@@ -228,7 +230,7 @@ class RecordStore:
                             self._begin(segment)
                         self._refused = 0
                         return segment, Put.STORED
-                    self.shared.release(_FIRST_SEGMENT + segment)  # filled by another just now
+                    self.shared.release(_FIRST_SEGMENT + segment)  # another process has filled it just now
                 else:
                     busy = True
             left = max(left, whole - self._used[segment])
@@ -254,7 +256,7 @@ class RecordStore:
         return True
 
     def _begin(self, segment: int) -> None:
-        """A new generation. From here on, what lies there is nobody's."""
+        """Begin a new generation. From here on, nobody finds the records that lie there."""
         self._generations[segment] += 1
         barrier()
         self._used[segment] = 0

@@ -1,19 +1,20 @@
-"""SharedFile: memory that many processes see, parts of which one of them at a time may claim.
+"""SharedFile: memory that many processes see. A process can claim a part of it for itself.
 
 Forked children inherit the memory file (see memory_file.py); a pickled *address* leads other processes to it. A process
-claims a part before it writes there. Nobody waits: the kernel grants a claim at once or refuses it. A claim is a record
-lock on one byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel
-releases it when the process is gone, however it went. Two copies in one process exclude each other, and closing some
-other descriptor of the file does not drop the claim, as it would with the older kind of lock. The price: a forked child
-holds the same open file. So a child first opens the file again here, under the same descriptor number.
+claims a part before it writes there. The kernel grants or refuses a claim at once, so no process waits. A claim is a
+record lock on one byte number, of the kind that belongs to an open file and not to a process (F_OFD_SETLK). The kernel
+releases it when the process ends, in whatever way. Two copies in one process exclude each other. With the older kind of
+lock, closing any other descriptor of the file would drop the claim; with this kind it does not. The price is that a
+forked child holds the same open file, and so its parent's claims. So a child first opens the file again, under the same
+descriptor number.
 
 Each process claims a *seat* for its life: a line of counters that it alone writes. So sums over all processes are right
 without atomic operations. The counts of a dead process stay, and the next process on its seat adds to them.
 
-Memory order. A number here is an aligned 8-byte word, written and read as one. On x86 other processors see stores in
-their order, and loads happen in theirs. Plain Python stores need no more; copies so large that libc writes them past
-the cache do. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always call
-it; readers call it where loads may change places (arm64). On a machine that is not x86 and refuses the call, nobody can
+Memory order. A number here is an aligned 8-byte word, written and read as one. On x86 the processor keeps stores in
+order, and loads too, so plain Python stores need no barrier. But large copies do, because libc writes them past the
+cache. `barrier()` is a full barrier on every machine: the system call `membarrier`, 2 us. Writers always call it.
+Readers call it on processors that reorder loads (arm64). On a machine that is not x86 and refuses the call, nobody can
 make a `SharedFile`. (We have tried x86 only.)
 """
 
@@ -31,26 +32,26 @@ from typing import NamedTuple
 
 from holdfast.shm.memory_file import Memory, new_file
 
-# Processes that are counted apart. One more than these counts for itself only.
+# How many processes have counters in the file. The counts of any further process stay in that process.
 SEATS = 256
 # Two cache lines each, so that neighbours do not slow each other down.
 SEAT_WORDS = 16
 _SEAT_BYTES = 8 * SEAT_WORDS
-# The last word is no count, but what there is now; it ends with its process.
+# The last word is not a count but a present figure: it ends with its process.
 _NOW = SEAT_WORDS - 1
 # The token, in a page of its own, then the seats.
 _TOKEN_BYTES = 16
 _SEATS_AT = 4096
 BODY = _SEATS_AT + SEATS * _SEAT_BYTES
-# The first byte number that is not a seat's: for others to claim.
+# The first byte number that belongs to no seat: users of this class claim from here on.
 FIRST_CLAIM = SEATS
 # struct flock of 64-bit Linux: type, whence, start, length, pid (0 is asked for).
 _FLOCK = struct.Struct("hhqqi4x")
 _NAME = "/memfd:holdfast-"
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
-# A full barrier of the caller, and of processes that have registered for it: none. (Linux 4.16)
+# A full barrier, in the caller and in processes that have registered for it, which none has. (Linux 4.16)
 _GLOBAL_EXPEDITED = 2
-# What an address says when its process, or its descriptor there, is not (or no longer) on this machine.
+# What opening an address raises if its process, or its descriptor there, is not (or no longer) on this machine.
 _ELSEWHERE = (errno.ENOENT, errno.ESRCH, errno.ENOTDIR, errno.ENXIO, errno.EINVAL)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +60,7 @@ _CALL = _MEMBARRIER.get(platform.machine(), -1)
 
 
 def barrier() -> None:
-    """What this thread wrote before is seen before what it writes after; and the same for what it reads."""
+    """What this thread wrote before the call becomes visible before what it writes later. The same for its reads."""
     _LIBC.syscall(_CALL, _GLOBAL_EXPEDITED, 0, 0)
 
 
@@ -70,7 +71,7 @@ def _check_order() -> None:
 
 
 class Address(NamedTuple):
-    """Where another process finds the file: a descriptor of a living process. The token proves that it is the one."""
+    """Where another process finds the file: a descriptor of a living process. The token proves that it is this file."""
 
     pid: int
     fd: int
@@ -80,7 +81,7 @@ class Address(NamedTuple):
 
 
 class _Place:
-    """What one process has of its own. `alone` is for its threads: they share the process's claims."""
+    """What each process has for itself. `alone`: a lock for its threads, because they share the process's claims."""
 
     __slots__ = ("alone", "counters", "pid", "seat", "words")
 
@@ -90,15 +91,15 @@ class _Place:
         self.words = words
         words[_NOW] = 0
         self.alone = threading.Lock()
-        # Two threads may count at once. `next` is one step; a word that is late by one is put right by the next count.
+        # Two threads may count at once. `next` is one step. A word may be behind by one until the next count.
         self.counters = [itertools.count(word + 1) for word in words]
 
 
 class SharedFile:
-    """One file in common. It is closed when this object goes; the file is gone when the last process is."""
+    """One shared file. It is closed when this object ends. The file goes with the last process that has it."""
 
     def __init__(self, name: str, size: int) -> None:
-        """New, `size` bytes behind the seats. Which process: the trainer."""
+        """A new file, with `size` bytes behind the seats. Which process: the trainer."""
         _check_order()
         fd = new_file(name, BODY + size)
         try:
@@ -112,7 +113,7 @@ class SharedFile:
 
     @classmethod
     def find(cls, address: Address) -> "SharedFile | None":
-        """The one at this address; None when it is not there: another machine, or its process is gone."""
+        """The file at this address; None if it is not there (another machine, or its process has ended)."""
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
             if not os.readlink(path).startswith(_NAME):
@@ -146,14 +147,14 @@ class SharedFile:
         self._token = token
         self._seats = memory.view[_SEATS_AT:BODY].cast("q")
         self.body = memory.view[BODY:]
-        self._settling: dict[int, threading.RLock] = {}  # by process: one that is forked must not find it held
+        self._settling: dict[int, threading.RLock] = {}  # by process: a forked child must not find it held
         self._can_claim = True
         self._place = self._sit(os.getpid())
         weakref.finalize(self, _close, fd, self._inode).atexit = False
 
     @property
     def address(self) -> Address:
-        """Holds as long as this process, and this object in it, live."""
+        """An address. It is valid as long as this process, and this object in it, live."""
         self._mine()
         return Address(os.getpid(), self._fd, self._memory.size, self._token, _machine())
 
@@ -164,7 +165,7 @@ class SharedFile:
         return place if place.pid == os.getpid() else self._settle()
 
     def _settle(self) -> _Place:
-        """In a forked child, at first use."""
+        """The first use in a forked child: open the file again, and take a seat."""
         pid = os.getpid()
         with self._settling.setdefault(pid, threading.RLock()):
             if self._place.pid != pid:
@@ -173,11 +174,11 @@ class SharedFile:
         return self._place
 
     def _open_again(self) -> bool:
-        """The parent's open file holds the parent's claims. False where the descriptor is not ours any more."""
+        """Open the file again: the inherited one has the parent's claims. False if the descriptor is no longer ours."""
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            return False  # somebody closed all descriptors after the fork: what is mapped can still be read
+            return False  # other code closed all descriptors after the fork: what is mapped can still be read
         if os.fstat(fd).st_ino == self._inode:
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)
@@ -203,7 +204,7 @@ class SharedFile:
         return True
 
     def claim(self, number: int) -> bool:
-        """True: this process alone has it, until `release` or its death. Between threads `alone` decides."""
+        """True if this process has it now, alone, until `release` or its death. Its threads use `alone`."""
         self._mine()
         return self._try(number)
 
@@ -212,33 +213,33 @@ class SharedFile:
 
     @property
     def alone(self) -> threading.Lock:
-        """For the threads of this process; to be tried, not waited for."""
+        """The lock for the threads of this process. Try it, do not wait for it."""
         return self._mine().alone
 
     @property
     def seat(self) -> int:
-        """This process's; -1 where all were taken."""
+        """The seat of this process; -1 if all were taken."""
         return self._mine().seat
 
     # Counts ---------------------------------------------------------------------------------------------------------
 
     def count(self, field: int) -> None:
-        """One more of it, in this process."""
+        """Add one to this count, for this process."""
         place = self._mine()
         place.words[field] = next(place.counters[field])
 
     def note(self, value: int) -> None:
-        """How much there is now of what the owner of this file likes to know, in this process."""
+        """Note this process's present figure. The owner of this file says what it counts."""
         self._mine().words[_NOW] = value
 
     def total(self, field: int) -> int:
-        """What all processes counted, living and dead."""
+        """The sum over all processes, living and dead."""
         place = self._mine()
         apart = 0 if place.seat >= 0 else place.words[field]
         return int(sum(self._seats[field::SEAT_WORDS].tolist()) + apart)
 
     def now(self) -> int:
-        """What all living processes noted."""
+        """The sum of the present figures of all living processes."""
         place = self._mine()
         found = int(place.words[_NOW])
         for seat, value in enumerate(self._seats[_NOW::SEAT_WORDS].tolist()):
@@ -257,7 +258,7 @@ def _close(fd: int, inode: int) -> None:
         if os.fstat(fd).st_ino == inode:
             os.close(fd)
     except OSError:
-        pass  # somebody closed all descriptors before us
+        pass  # other code has closed all descriptors
 
 
 def _machine() -> str:

@@ -1,15 +1,15 @@
 """Where a worker puts a batch's bytes: into a slot that it claims, or into a file of their own.
 
-A tensor that is collated straight into a slot is made once for each place, dtype and shape, and used again whenever
-the slot is: making it costs more than a small batch does.
+For a batch that is collated straight into a slot, the worker makes a tensor over the slot, once for each place, dtype
+and shape. It keeps the tensor for the next batch there: to make one takes longer than a small batch does.
 
 The worker claims a slot when it has something to put into it, not when a task begins: it loads samples while the
 trainer still looks at the last batch. It takes the lowest free slot, so that it touches as few as possible.
 
-A slot that was never used costs its whole size, for good. One that was used mostly comes free in a moment: the trainer
-puts it back as soon as it has the next batch. So for large batches the worker waits for that moment. It does not wait
-when the trainer waits for this very batch. And it does not wait for ever: if the trainer looks at its batches for
-longer than the workers need to make theirs, the workers go on with the next ones.
+The first use of a slot costs memory for its whole size, for good. A slot that was used before is usually free soon: the
+trainer puts it back as soon as it has the next batch. So for large batches the worker waits for that. It does not wait
+if the trainer waits for this very batch. And it does not wait for ever: if the trainer keeps its batches for longer
+than the workers need to make theirs, the workers take new slots.
 """
 
 import math
@@ -35,12 +35,12 @@ except ImportError:  # built without a compiler: torch and numpy copy instead
 
 
 def _looks(tensor: torch.Tensor) -> Any:
-    """What the compiled one gives, for `_same`: another tensor over the same memory, that nobody else has."""
+    """As the compiled one. Gives, for `_same`, another tensor over the same memory, which nobody else has."""
     return tensor.detach()
 
 
 def _same(tensor: torch.Tensor, looks: Any) -> bool:
-    """What the compiled one says."""
+    """Says what the compiled one says."""
     return tensor.dtype is looks.dtype and tensor.is_set_to(looks) and not tensor.requires_grad
 
 
@@ -49,13 +49,13 @@ looks_of: Callable[[torch.Tensor], Any] = _looks if stack is None else looks
 is_same: Callable[[torch.Tensor, Any], bool] = _same if stack is None else same
 
 ALIGN = 64
-# Batches from this size on are copied past the cache: they would push out of it what worker and trainer run on.
+# Batches from this size on are copied past the cache: they would push out of it what worker and trainer need.
 STREAMED = 1 << 20
-# Samples below this are not: torch takes less to copy one than Python to look at it.
+# Smaller samples are not: torch copies one faster than Python asks it for its address.
 WORTH_IT = 4 << 10
-# Batches from this size on are written by two threads, if their worker writes while others wait.
+# The worker writes batches from this size on with two threads, if other workers wait meanwhile.
 HUGE = 16 << 20
-# Tensors kept for one slot. Batches of ever new shapes (variable length text) must not fill the memory.
+# How many tensors are kept for one slot: batches with new shapes each time (text) must not fill the memory.
 MOST_MADE = 64
 
 NUMPY_TWIN: dict[torch.dtype, Any] = {
@@ -84,8 +84,8 @@ class Full(Exception):
 class Placed:
     """A tensor that lies in the slot already. `shape` begins with the code of its dtype.
 
-    `looks`: for `is_same`. `alone`: what is written behind it where it is the whole batch; whoever packs that finds out
-    the first time.
+    `looks`: for `is_same`. `alone`: what stands behind it if it is the whole batch. The first time it is packed sets
+    this.
     """
 
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class Placed:
 
 
 class Made(NamedTuple):
-    """A tensor in the slot. `past`: its bytes are worth writing past the cache (1), and by two threads (2)."""
+    """A tensor in the slot. `past`: write its bytes past the cache (1), and with two threads (2)."""
 
     tensor: torch.Tensor
     placed: Placed
@@ -106,7 +106,7 @@ class Made(NamedTuple):
 class SlotSpace:
     """A slot, filled from its start. Which process: its worker, in its main thread.
 
-    `by_two`: there is a processor for a second thread, while this worker writes and others wait.
+    `by_two`: a processor is free for a second thread, because other workers wait while this one writes.
     """
 
     def __init__(self, view: memoryview, address: int, slot: int = 0, *, by_two: bool = False) -> None:
@@ -115,7 +115,7 @@ class SlotSpace:
         self.by_two = by_two
         self._address = address
         self._made: dict[tuple[int, torch.dtype, tuple[int, ...]], Made] = {}
-        self._last: dict[int, Made] = {}  # offset -> what was asked for there last
+        self._last: dict[int, Made] = {}  # offset -> the last tensor that was asked for there
         self.end = 0
         self.placed: dict[int, Placed] = {}  # id of a tensor made for this batch -> where it lies
 
@@ -128,7 +128,7 @@ class SlotSpace:
             self._last.clear()
 
     def room(self, size: int) -> int:
-        """The offset of `size` bytes for the caller to write."""
+        """Reserves `size` bytes for the caller to write; gives their offset."""
         start = -(-self.end // ALIGN) * ALIGN
         if start + size > len(self.view):
             raise Full
@@ -160,16 +160,16 @@ class SlotSpace:
         return made.tensor
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Somebody has changed what it is: it shall not be used again, and is packed like any other."""
+        """Other code has changed this tensor's shape or memory: do not use it again, and pack it like any other."""
         del self.placed[id(tensor)]
         self._made = {place: made for place, made in self._made.items() if made.tensor is not tensor}
         self._last = {start: made for start, made in self._last.items() if made.tensor is not tensor}
 
     def stacked(self, samples: list[Any] | tuple[Any, ...]) -> torch.Tensor | None:
-        """They, side by side, if they are like those that were put there the last time; None where they are not.
+        """The samples, stacked, if they are like those of the last batch at this place; else None.
 
-        Batches are mostly alike. The compiled `stack` looks at all samples anyhow; to ask the first for its dtype and
-        shape, and make up what is to be compared with, takes longer than that.
+        Most batches are alike. The compiled `stack` checks all samples anyway. That takes less time than to ask the
+        first sample for its dtype and shape in Python, and to find the tensor for them.
         """
         start = -(-self.end // ALIGN) * ALIGN
         last = self._last.get(start)
@@ -181,15 +181,15 @@ class SlotSpace:
 
 
 class FileSpace:
-    """A file of its own, for what no slot can hold; it grows as it is written."""
+    """A file for a batch that no slot can hold. It grows as it is written."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.size = 0
-        self.placed: dict[int, Placed] = {}  # nothing, ever
+        self.placed: dict[int, Placed] = {}  # always empty
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """There is none."""
+        """No tensor lies here, so there is none to forget."""
 
     def put(self, raw: memoryview) -> int:
         start = -(-self.size // ALIGN) * ALIGN
@@ -204,14 +204,14 @@ AnySpace = SlotSpace | FileSpace
 
 
 def _past(size: int, count: int, by_two: bool) -> int:
-    """How `size` bytes of so many samples are copied; see `Made`."""
+    """How to copy `size` bytes of so many samples, see `Made`."""
     if size < STREAMED or size // count < WORTH_IT:
         return 0
     return 2 if by_two and size > HUGE else 1
 
 
 def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two: bool = False) -> None:
-    """`torch.stack(samples, 0, out=out)`. Raises what that raises where they do not fit together."""
+    """`torch.stack(samples, 0, out=out)`. Raises what that raises if they do not fit together."""
     past = _past(out.nbytes, len(samples), by_two)
     if stack is not None:
         if stack(out, samples, past):
@@ -219,7 +219,7 @@ def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_tw
     elif copy_all is not None and past and isinstance(samples, list | tuple) and not out.dtype.is_complex:
         dtype, shape = out.dtype, out.shape[1:]
         sources: list[object] = []
-        for sample in samples:  # (a complex one may be marked as conjugated, any as negated)
+        for sample in samples:  # (complex tensors may be marked as conjugated, and any tensor as negated)
             if type(sample) is not torch.Tensor or sample.dtype is not dtype or sample.shape != shape:
                 break
             if not sample.is_contiguous() or not sample.is_cpu or sample.requires_grad or sample.is_neg():
@@ -232,7 +232,7 @@ def stack_tensors(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_tw
 
 
 def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two: bool = False) -> bool:
-    """False when they are not all alike."""
+    """False if they are not all alike."""
     past = _past(out.nbytes, len(samples), by_two)
     into = out.numpy()
     dtype, shape = into.dtype, into.shape[1:]
@@ -241,7 +241,7 @@ def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two
             return False
     if copy_all is not None and past and all(sample.flags.c_contiguous for sample in samples):
         size = out.nbytes // len(samples)
-        copy_all(out.data_ptr(), size, list(samples), past > 1)  # of tuples, default_collate makes tuples
+        copy_all(out.data_ptr(), size, list(samples), past > 1)  # default_collate may pass a tuple
         return True
     for place, sample in enumerate(samples):
         into[place] = sample
@@ -252,13 +252,13 @@ def stack_arrays(samples: list[Any] | tuple[Any, ...], out: torch.Tensor, by_two
 
 
 NO_SLOT = -1
-# Batches from this size on are worth a wait, once there is a slot to look at and one to write;
+# For batches from this size on the worker waits once it has two slots: the trainer reads one, it writes the other.
 LARGE = 4 << 20
-# and from HUGE on once there are `enough`. One is, where workers fill the processors: who waits leaves its own to who
-# writes, by two threads.
+# From HUGE on it waits once it has `enough` slots. If the workers fill the processors, one is enough: a worker that
+# waits leaves its processor to the worker that writes, which uses two threads.
 _ANY = 1 << 30
-# To wait about as long as a batch takes to write is to wait for another worker; to wait longer, for the trainer. That
-# may take this share of the worker's time, and at most so much at a stretch; after a wait in vain, half as much.
+# For about as long as a batch takes to write, the worker waits for another worker; after that, for the trainer. Waits
+# for the trainer may take this share of the worker's time, and at most so long each; half as long after each in vain.
 _ABOUT, _HANDING_OVER_S = 1.5, 1e-3
 _SHARE = 0.1
 MOMENT_S = 0.2
@@ -266,8 +266,8 @@ _LOOK_S = 100e-6
 
 
 class SlotClaims:
-    """`enough`: slots that are taken without a wait, for huge batches; None: never wait. `may_wait`: asked again and
-    again while it does."""
+    """`enough`: how many slots it takes without a wait, for huge batches; None: it never waits. `may_wait`: it asks
+    this again and again while it waits."""
 
     def __init__(
         self, memory: Memory, stride: int, count: int, enough: int | None, may_wait: Callable[[], bool]
@@ -279,20 +279,20 @@ class SlotClaims:
         self._may_wait = may_wait
         self._spaces: dict[int, SlotSpace] = {}
         self._space: SlotSpace | None = None  # of the present task
-        self._enough = _ANY  # for batches like the last one
+        self._enough = _ANY  # how many slots it takes without a wait, for batches like the last one
         self._moment = self._patience = MOMENT_S
         self._asked = self._claimed = 0.0
-        self._fair = 0.0  # seconds that another worker may take over its batch
+        self._fair = 0.0  # seconds that another worker may need for its batch
         self.waited_ns = 0  # in all
 
     def space(self) -> SlotSpace:
-        """The slot for the present task; claimed when it is asked for first."""
+        """The slot for the present task. The first call in a task claims it."""
         space = self._space
         if space is None:
             if len(self._spaces) >= self._enough:
                 self._wait()
             while (slot := bytes(self._states).find(FREE)) < 0:
-                time.sleep(_LOOK_S)  # what is lent has a bound, and the trainer is at work on the others
+                time.sleep(_LOOK_S)  # few slots can be lent, and the trainer frees the others
             self._states[slot] = CLAIMED
             space = self._spaces.get(slot)
             if space is None:
@@ -304,7 +304,7 @@ class SlotClaims:
         return space
 
     def hand_over(self, size: int) -> int:
-        """The task is done, in `size` bytes: its slot, the trainer's from now on; `NO_SLOT` if it needed none."""
+        """The task is done, in `size` bytes. Gives its slot, which belongs to the trainer now, or `NO_SLOT`."""
         space, self._space = self._space, None
         if size <= LARGE or self._for_huge is None:
             self._enough = _ANY
@@ -315,13 +315,13 @@ class SlotClaims:
         return NO_SLOT if space is None else space.slot
 
     def close_in_child(self) -> None:
-        """In a process that user code forks: if it comes back from there, it writes into no slot."""
+        """In a process that user code forks: if it returns from there, it writes into no slot."""
         for space in self._spaces.values():
             space.__class__ = ClosedSpace
         self.__class__ = ClosedSlotClaims
 
     def _wait(self) -> None:
-        """For one of the slots that were used before, a moment long."""
+        """Wait a moment for one of the slots that were used before."""
         began, waited = time.monotonic(), 0.0
         self._patience = min(self._moment, self._patience + _SHARE * (began - self._asked))
         self._asked = began

@@ -4,31 +4,31 @@
 
 A slot holds a finished batch; a letter box holds what a worker is told of a task. The worker *claims* a free slot when
 it has something to put there (shm/slot_writer.py). Only the trainer *frees* a slot, when nobody looks at it any more.
-Each side writes a state byte in one direction only, so no lock is needed. Each life has a file of its own, so a late
-write of a dead worker can touch nobody else's bytes. A slot needs no other generation.
+Only the worker sets a state byte to claimed, and only the trainer sets it to free, so they need no lock. Each life has
+a file of its own, so a late write of a dead worker reaches no other life's bytes, and slots need no generation number.
 
     take_box()          trainer, before it sends a task; free_box() when the reply is there
     lend(slot)          trainer, when it opens a batch without copying: the bytes, for tensors to keep
     put_back(slot)      trainer, when nobody looks at the slot
-    retire()            trainer, when the life is over: gives back all but what is lent
+    retire()            trainer, when the life is over: gives back all slots that are not lent
 
-A lent slot is free again when its last view has died. Views are tensors and arrays of the user, and slices of them.
-They all hold on to one object, the *exporter*; a weak reference to it tells us of its end, in whatever thread. The slot
-is free at that moment: the sooner slots come back, the fewer are in use.
+A lent slot is free again when its last view has ended. Views are tensors and arrays of the user, and slices of them.
+They all hold on to one object, the *exporter*. A weak reference calls us when it ends, in whatever thread. We free the
+slot at once: the sooner slots come back, the fewer are in use.
 
-A signal handler of the user may raise at that very moment. Python then prints the exception and goes on, and nobody
-would tell us again. Python looks for signals at the start of a Python function, after a call and at the end of a loop's
-round, and nowhere else. So the first callback is no Python function: `deque.append` notes the slot. The second callback
-frees what is noted. If it is cut short, the next one goes on. It takes a freed slot off the note without any call in
-between.
+A signal handler of the user may raise at that very moment. Python then prints the exception, goes on, and does not
+call us again. Python runs signal handlers only at the start of a Python function, after a call, and at the end of a
+round of a loop. So the first callback is not a Python function: `deque.append` notes the slot. The second callback
+frees the slots that are noted. If it is cut short, the next one goes on. Between freeing a slot and removing its note
+it makes no call.
 
-A child that the trainer forks sees the lent slots too, and must go on seeing them unchanged. So such a slot is not used
-again before the child is gone: the child holds the writing end of a pipe, whose end of file tells us. Several threads
-may fork at once, and take and drop batches meanwhile: while a fork is under way, no slot comes back.
+A child that the trainer forks sees the lent slots too, and they must not change for it. So nobody uses such a slot
+again before the child has ended. The child holds the writing end of a pipe, so we read the end of file when it ends.
+Several threads may fork at once, and take and drop batches meanwhile. So while a fork is under way, no slot comes back.
 
-A device reads a slot after its last view has died, because copies are queued. Where there is a device, a *gate*
+A device may read a slot after its last view has ended, because copies are queued. So with a device, a *gate*
 (loader/cuda_slots.py) takes each slot that comes back, and lets it go when no copy can be in flight. Pages that the
-device knows by address are registered with it; the gate undoes that before they go back to the system.
+device reads are registered with it. The gate unregisters them before they go back to the system.
 """
 
 import ctypes
@@ -44,13 +44,13 @@ from holdfast.shm.pack import SMALL, unpack
 
 # Slots that a user may keep without copying, per life. Beyond that, batches are copied out.
 KEEPABLE = 32
-# What a registered slot may keep beyond its use. To unregister pages waits for the device; batches of varying length
-# shall not do that all the time.
+# How many bytes a registered slot may keep that it does not use. To unregister pages, the trainer waits for the device.
+# With batches of varying length that would happen all the time.
 LOCKED_SURPLUS = 64 << 20
 
 
 class Lent(weakref.ref[ctypes.Array[ctypes.c_char]]):
-    """To the exporter of a slot that is lent. `then`: a second one, whose callback follows."""
+    """A weak reference to the exporter of a lent slot. `then`: a second one, whose callback runs after it."""
 
     __slots__ = ("slot", "then")
     slot: int
@@ -66,14 +66,14 @@ class ForkGuard:
         try:
             self._read, write = os.pipe()
         except OSError:
-            return  # no descriptor is left: nobody will hear of the child's end, and it is waited for in vain
+            return  # no descriptor is left, so the child's end will not be noticed, and its slots stay in use for ever
         self._close_other = weakref.finalize(self, os.close, write)
         self._close_other.atexit = False
         self._close = weakref.finalize(self, os.close, self._read)
         self._close.atexit = False
 
     def in_parent(self) -> None:
-        """After the fork; a second time where a signal handler cut the first one short."""
+        """After the fork. Called again if a signal handler has cut it short."""
         if self._close_other is not None:
             self._close_other()
 
@@ -86,7 +86,7 @@ class ForkGuard:
 
     @property
     def over(self) -> bool:
-        """True when the child, and whoever it forked, is gone. In any thread, perhaps in several at once."""
+        """True if the child, and all that it forked, have ended. In any thread, perhaps in several at once."""
         if self._close is None:
             return False
         if self._close.alive:
@@ -101,14 +101,14 @@ class Gate(Protocol):
     """Between the last view of a slot and its next use, where a device may still read it."""
 
     def hold(self, slots: "Slots", slot: int) -> None:
-        """The last view has died. Calls `let_go` when no copy can be in flight. In any thread; only notes it, and
-        calls nothing after that."""
+        """The last view has ended. Calls `let_go` later, when no copy can be in flight. In any thread: notes the slot,
+        and makes no call after that."""
 
     def register(self, slots: "Slots", slot: int, size: int) -> bool:
-        """The device may read the first `size` bytes from now on. In the trainer's thread, before they are lent."""
+        """From now on the device may read the first `size` bytes. In the trainer's thread, before they are lent."""
 
     def unregister(self, slots: "Slots", slot: int) -> None:
-        """Its pages shall go back. Calls `put_back` when the device knows them no more. In any thread; notes it."""
+        """Its pages are to go back. Calls `put_back` once they are unregistered. In any thread: only notes it."""
 
 
 class Slots:
@@ -123,11 +123,11 @@ class Slots:
         self._armed = True
         self._states = states_of(memory, count)
         self._boxes = list(range(count, count + busy))[::-1]
-        self._back: deque[Lent] = deque()  # nobody looks at these any more
-        self._turn = [None]  # of those who take them from there: empty while one does
-        self.lent: dict[int, Lent] = {}  # what the user looks at, or did a moment ago
+        self._back: deque[Lent] = deque()  # slots whose views have all ended
+        self._turn = [None]  # a token: the thread that empties `_back` holds it
+        self.lent: dict[int, Lent] = {}  # slots that the user sees, or saw a moment ago
         self._came_back = self._returner()
-        # What each child may see: slots, or None for all while its fork is under way.
+        # The slots that each child may see; None, which means all, while its fork is under way.
         self._guards: dict[ForkGuard, frozenset[int] | None] = {}
         self._used = [0] * count
         self._usual = 0.0  # slowly falling maximum of batch sizes
@@ -138,11 +138,11 @@ class Slots:
     def take_box(self) -> int | None:
         """A letter box for a task; None when all are taken."""
         if self._back:
-            self._reclaim()  # what a forked child looked at
+            self._reclaim()  # a forked child has seen it
         return self._boxes.pop() if self._boxes else None
 
     def free_box(self, box: int) -> None:
-        """The task that lay there is answered."""
+        """The reply to the task in this box has come."""
         self._boxes.append(box)
 
     def used(self, slot: int, size: int) -> None:
@@ -155,7 +155,7 @@ class Slots:
         return bytes(slot_view(self.memory, self.stride, slot)[0][:size])
 
     def lend(self, slot: int) -> memoryview | None:
-        """The slot's bytes, to be looked at by the user; None when too many are lent already: copy them."""
+        """The slot's bytes, for views of the user. None if too many slots are lent already: then copy them."""
         if len(self.lent) >= KEEPABLE:
             return None
         exporter = self._exporter.from_address(self.memory.address + slot * self.stride)
@@ -166,7 +166,7 @@ class Slots:
         return memoryview(exporter).cast("B")
 
     def _returner(self) -> Callable[[object], None]:
-        me = weakref.ref(self)  # a strong one would be a cycle around the mapping
+        me = weakref.ref(self)  # a strong reference would be a cycle that holds the mapping
 
         def back(_: object) -> None:
             slots = me()
@@ -176,7 +176,7 @@ class Slots:
         return back
 
     def put_back(self, slot: int) -> None:
-        """Nobody looks at this slot: it may be used again."""
+        """No view of this slot is left: it may be used again."""
         if slot >= len(self._used):
             return  # the last one, in which a failing boot speaks
         if self.retired:
@@ -191,7 +191,7 @@ class Slots:
         """A lent slot may be used again."""
         self.put_back(slot)
         if slot in self.lent:
-            del self.lent[slot]  # after it is free: what is lent and what is claimed must fit together
+            del self.lent[slot]  # after it is free, so that a slot which is claimed again is never still lent
 
     def pages_go_back(self, slot: int) -> bool:
         """True when pages of a registered slot are worth giving to the system."""
@@ -210,13 +210,13 @@ class Slots:
             self.memory.give_back(slot * self.stride, (slot + 1) * self.stride)
 
     def _reclaim(self) -> None:
-        """In any thread, in one at a time: free what nobody looks at any more, or give it to the gate."""
+        """Free the slots whose views have ended, or give them to the gate. In any thread, one at a time."""
         if not self._armed:
             return
         try:
             del self._turn[0]
         except IndexError:
-            return  # another thread is here, or this one further up
+            return  # another thread does this, or this thread does, further up its stack
         try:
             back = self._back
             for _ in range(len(back)):
@@ -228,23 +228,23 @@ class Slots:
                     self.let_go(slot)
                 else:
                     self.gate.hold(self, slot)
-                del back[0]  # nothing is called between this and the end of what was called: see the module
+                del back[0]  # no call between the end of the last one and this: see the module
         finally:
             self._turn = [None]
 
     def _is_seen(self, slot: int) -> bool:
-        """True when some child may see it. (Each step is one for all threads: others fork, and reclaim, meanwhile.)"""
+        """True if a child may see it. (Each step here is atomic: other threads fork and reclaim meanwhile.)"""
         return any((seen is None or slot in seen) and not guard.over for guard, seen in list(self._guards.items()))
 
     def guard(self, guard: ForkGuard) -> None:
-        """The trainer is about to fork: from now on nothing that is lent comes back."""
+        """The trainer is about to fork: from now on no lent slot comes back."""
         for old in list(self._guards):
             if old.over:
                 self._guards.pop(old, None)
         self._guards[guard] = None
 
     def guarded(self, guard: ForkGuard) -> None:
-        """It has forked: what is lent now, all that the child can see, stays as it is while that lives."""
+        """It has forked: the slots that are lent now are all that the child can see. They stay lent while it lives."""
         seen = frozenset(self.lent)
         if seen:
             self._guards[guard] = seen
@@ -252,14 +252,14 @@ class Slots:
             self._guards.pop(guard, None)
 
     def disarm(self) -> None:
-        """In a forked child: it sees what is lent, and frees nothing."""
+        """In a forked child: it sees the lent slots, and frees none."""
         self._armed = False
         self._guards = {}
         self._states = self._states.toreadonly()
         self.memory.close_to_writing()
 
     def retire(self) -> None:
-        """The life is over. Give back all but what is lent, or finished and not yet opened."""
+        """The life is over. Give back all slots, except those that are lent, or finished and not opened yet."""
         self.retired = True
         self._reclaim()
         for slot in range(len(self._used)):
@@ -268,11 +268,11 @@ class Slots:
 
 
 def _nothing_lent() -> None:
-    """All leaves are copied."""
+    """For `unpack`: lends nothing, so all leaves are copied."""
 
 
 class SlotResult(NamedTuple):
-    """A finished batch that lies in a slot, or in a file of its own, or in one that could not be had."""
+    """A finished batch. It lies in a slot, or in a file of its own, or the system refused the trainer that file."""
 
     slots: Slots | None
     slot: int
@@ -285,13 +285,13 @@ class SlotResult(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes from the start of the slot to the end of the spec, which comes last."""
+        """How many bytes it takes in the slot, up to the end of the spec, which comes last."""
         return self.where + 16 * self.buffers + self.spec_bytes
 
     def open(self, small: int = SMALL, read: Callable[..., Any] = unpack) -> Any:
-        """What it holds. Its slot is free when the last view of it is gone; leaves below `small` bytes are copied.
+        """The batch. Its slot is free when its last view has ended. Leaves below `small` bytes are copied.
 
-        `read`: as `unpack`, where it was not packed as usual.
+        `read`: what to call in the place of `unpack`, if the job packed in its own way.
         """
         slots, slot = self.slots, self.slot
         if slots is None:
@@ -322,6 +322,6 @@ class SlotResult(NamedTuple):
                 slots.put_back(slot)
 
     def discard(self) -> None:
-        """Nobody opens it: its slot is free."""
+        """Nobody will open it: free its slot."""
         if self.slots is not None:
             self.slots.put_back(self.slot)

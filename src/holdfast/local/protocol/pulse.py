@@ -1,27 +1,40 @@
-"""Pulse: the flight recorder. A page per worker in memory shared by trainer, keeper and worker.
+"""Pulse: the flight recorder. Trainer, keeper and worker share a page of memory for each worker.
 
-The worker writes plain stores, no system call and no message; when it dies, hangs or is killed, its last pulse says
-what it was on. The trainer writes `FLOOR`, below which tasks are not wanted any more, and `WANTED`, for which it waits
-right now (or has waited). The keeper writes what it measures (`MEMORY` to `FILES`), and both may ask the worker to
-leave after its batch: `ASKED`. The first words are the job's own, see core/host.py.
+The worker writes with plain stores: no system call, no message. When it dies, hangs or is killed, its last pulse says
+what it was on. The trainer writes `FLOOR`: it wants no task below that number any more. It also writes `WANTED`: the
+task that it waits for, or waited for last. The keeper writes what it measures (`MEMORY` to `FILES`). Both may ask the
+worker to leave after its batch: `ASKED`. The job writes the first words, see core/host.py.
 
 The worker also notes the index of the sample at hand: a number as such, any other index as text. So whoever finds a
 dead trainer and a dead worker can say which sample it was.
 """
 
 import operator
+import struct
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdfast.core.host import ALLOWED, BASE, JOB_WORDS, JOURNALLED, POSITION, SAMPLES, SINCE, SPARE, STAGE, Recorder
+from holdfast.core.host import (
+    ALLOWED,
+    BASE,
+    JOB_WORDS,
+    JOURNALLED,
+    POSITION,
+    SAMPLES,
+    SINCE,
+    SPARE,
+    STAGE,
+    Recorder,
+    Words,
+)
 from holdfast.core.messages import Place, Stage
 from holdfast.shm.memory_file import Memory
 from holdfast.system.signal_origin import SenderNote
 
 PAGE = 4096
 LIFE, TASK, DUMPABLE, TASKS, SIGNALS, LAST_SIGNAL, FLOOR = range(JOB_WORDS, JOB_WORDS + 7)
-# ASKED, LEAVING: a `Leave`. MEMORY: what its private memory has grown by since BASE; PEAK: at most.
+# ASKED, LEAVING: a `Leave`. MEMORY: how much its private memory has grown since BASE; PEAK: the most so far.
 ASKED, LEAVING, MEMORY, PEAK, FILES, BUSY_NS, BYTES, WANTED = range(FLOOR + 1, FLOOR + 9)
 # The index at hand. INDEX_KIND says how to read it: a number in INDEX, text at INDEX_TEXT, or nothing.
 INDEX, INDEX_KIND = WANTED + 1, WANTED + 2
@@ -31,9 +44,9 @@ INDEX_TEXT, TEXT_BYTES = 64, 64
 # A longer tuple is written as its type.
 _MOST_PARTS = 8
 FIELDS = INDEX_TEXT + TEXT_BYTES // 8
-# The last word before the sender's: 2 when the main thread held the GIL at the last dump, 1 when not, 0 unknown.
+# The last word before the sender's. At the last dump the main thread held the GIL (2), did not (1), or unknown (0).
 GIL = 127
-# From here on in the page: who sent the last signal, see system/signal_origin.py.
+# From here on the page says who sent the last signal, see system/signal_origin.py.
 _SENDER_AT = 1024
 
 
@@ -45,9 +58,9 @@ _OF_A_LIFE = (
 
 
 class PlainRecorder:
-    """In Python. The compiled one takes a tenth of the time for a sample, and a third for a stage."""
+    """A `Recorder` in Python. The compiled one takes a tenth of the time for a sample, and a third for a stage."""
 
-    def __init__(self, words: memoryview) -> None:
+    def __init__(self, words: Words) -> None:
         self._words = words
 
     def enter(self, stage: int, position: int = 0, /) -> None:
@@ -62,14 +75,14 @@ class PlainRecorder:
         return self._walk(words, indices)
 
     @staticmethod
-    def _walk(words: memoryview, indices: Iterable[Any]) -> Iterator[Any]:
+    def _walk(words: Words, indices: Iterable[Any]) -> Iterator[Any]:
         for words[POSITION], index in enumerate(indices):
             words[SINCE] = time.monotonic_ns()
             _note_index(words, index)
             yield index
 
 
-def _note_index(words: memoryview, index: Any) -> None:
+def _note_index(words: Words, index: Any) -> None:
     """As the compiled one does. Of an object only the type is written: its `repr` may be long, and is user code."""
     words[INDEX_KIND] = NO_INDEX
     try:
@@ -79,7 +92,8 @@ def _note_index(words: memoryview, index: Any) -> None:
     except Exception:  # no number, or user code
         text = repr(index) if _is_plain(index) else f"<{type(index).__name__}>"
     data = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    words[INDEX_TEXT : INDEX_TEXT + TEXT_BYTES // 8] = memoryview(data).cast("q")
+    for at, word in enumerate(struct.unpack(f"{TEXT_BYTES // 8}q", data), INDEX_TEXT):
+        words[at] = word
     words[INDEX_KIND] = TEXT
 
 
@@ -95,7 +109,7 @@ def _is_atom(value: Any) -> bool:
 
 
 def recorder(words: memoryview) -> Recorder:
-    """The best there is."""
+    """The compiled recorder if there is one, or the one in Python."""
     try:
         from holdfast.local.protocol._pulse import Recorder as Compiled
     except ImportError:  # built without a compiler
@@ -104,7 +118,7 @@ def recorder(words: memoryview) -> Recorder:
 
 
 class Pulse:
-    """One worker's page. `words` may be written directly where it is hot."""
+    """One worker's page. Code that runs for each sample may write `words` directly."""
 
     def __init__(self, memory: Memory, worker: int) -> None:
         start = worker * PAGE
@@ -141,8 +155,8 @@ class Pulse:
         return text.partition(b"\0")[0].decode(errors="replace")
 
     def figures(self) -> dict[str, float]:
-        """What this worker has done and used so far, over all its lives. Memory and descriptors are of the present
-        one, private memory beyond what it had when it was ready.
+        """What this worker has done and used so far, over all its lives. Memory and descriptors are those of the
+        present life; memory is what it has beyond the private memory that it had when it was ready.
         """
         words = self.words
         return {
@@ -157,5 +171,5 @@ class Pulse:
 
 
 def new_words() -> memoryview:
-    """Words of a page that nobody else sees."""
+    """The words of a page that no other process sees."""
     return memoryview(bytearray(FIELDS * 8)).cast("q")

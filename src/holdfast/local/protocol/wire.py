@@ -1,11 +1,12 @@
 """What trainer, keeper and workers say to each other.
 
 trainer -> worker   a pipe per life: TASK records. The task itself lies in a letter box.
-worker -> trainer   one pipe for all: RECORDs. A write of up to PIPE_BUF bytes is whole or not at all, so no lock is
-                    needed and a killed writer leaves nothing half said. What a worker wrote before its death is in
-                    the pipe before its keeper tells of the death: the trainer drains the pipe first.
-worker -> trainer   one socket for all: descriptors of files too large for a slot, ahead of their RECORD.
-trainer <-> keeper  a sequenced-packet socket: the tuples below, Exited and Silence, pickled, with descriptors beside
+worker -> trainer   one pipe for all workers: RECORDs. The kernel writes up to PIPE_BUF bytes whole or not at all. So
+                    workers need no lock, and a killed worker leaves no half record. When the keeper reports a death,
+                    all that the worker wrote is in the pipe already; the trainer reads the pipe first.
+worker -> trainer   one socket for all workers: descriptors of files, for batches that fit no slot. A descriptor is sent
+                    before its RECORD.
+trainer <-> keeper  a sequenced-packet socket: the tuples below, Exited and Silence, pickled. Descriptors travel with
                     them.
 """
 
@@ -17,17 +18,17 @@ from holdfast.core.host import Silence
 from holdfast.core.messages import Exited
 from holdfast.system.evidence import Evidence, shortened
 
-# task, letter box, payload bytes, journal bytes behind it, samples in it. Below 0, the box says where the payload is.
+# task, letter box, payload bytes (below 0: the box says where the payload is), journal bytes behind it, samples in it
 TASK = struct.Struct("<5q")
-ELSEWHERE = struct.Struct("<3q")  # the trainer's pid, a descriptor there, and the inode of that file
+ELSEWHERE = struct.Struct("<3q")  # the trainer's pid, a descriptor of the trainer, and the inode of its file
 RECORD = struct.Struct("<10q")  # a ReplyKind, worker, life, task, slot, where, buffers, spec bytes, bad, mark
-MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`: a stray write is noticed
+MAGIC = 0x484F4C44 << 8  # in the high bytes of `kind`, so that a stray write is noticed
 
 # Descriptors that go with a StartLife.
 DESCRIPTORS = 3
-# A message between trainer and keeper is at most so long: the socket takes it whole or not at all.
+# The largest message between trainer and keeper. The socket takes a message whole or not at all.
 MOST_BYTES = 64 << 10
-# Entries and letters that are left of evidence that would make it longer: as few as it takes.
+# If evidence would make it longer, lists keep so many entries and texts so many letters: the first pair that fits.
 _SHORTER = ((64, 16 << 10), (16, 8 << 10), (16, 1 << 10), (9, 100))
 
 
@@ -42,7 +43,7 @@ class StartLife(NamedTuple):
 
 
 class EndLife(NamedTuple):
-    """trainer -> keeper: this life is not wanted any more; it may take `grace_s` to leave by itself."""
+    """trainer -> keeper: end this life. It may take `grace_s` to leave by itself."""
 
     worker: int
     life: int
@@ -50,13 +51,13 @@ class EndLife(NamedTuple):
 
 
 class StopAll(NamedTuple):
-    """trainer -> keeper: no more work; workers may take `grace_s` to leave by themselves."""
+    """trainer -> keeper: end all workers. They may take `grace_s` to leave by themselves."""
 
     grace_s: float
 
 
 class KeeperUp(NamedTuple):
-    """keeper -> trainer: it runs."""
+    """keeper -> trainer: the keeper runs."""
 
     pid: int
 
@@ -70,14 +71,14 @@ class LifeStarted(NamedTuple):
 
 
 class KeeperSignalled(NamedTuple):
-    """keeper -> trainer: it was sent a signal, noted that and went on."""
+    """keeper -> trainer: the keeper got a signal, noted it and went on."""
 
     number: int
     evidence: Evidence
 
 
 class RoomLeft(NamedTuple):
-    """keeper -> trainer: so many workers fit into memory. `evidence` where they are fewer than before."""
+    """keeper -> trainer: so many workers fit into memory. `evidence`: only if they are fewer than before."""
 
     workers: int
     paused: bool
@@ -89,7 +90,7 @@ Message = RoomLeft | StartLife | EndLife | StopAll | KeeperUp | KeeperSignalled 
 
 
 def encode(message: Message, most: int = MOST_BYTES) -> bytes:
-    """In at most so many bytes: evidence that is too large loses detail."""
+    """The message, pickled, in at most so many bytes. Evidence that is too large loses detail."""
     data = pickle.dumps(message, protocol=5)
     if len(data) <= most or not isinstance(message, Exited | Silence | KeeperSignalled | RoomLeft):
         return data  # (the others are a few numbers)

@@ -1,11 +1,11 @@
 """Thresholds: when a worker has taken so much that it should make room for a fresh one.
 
-The keeper asks this on every tick. A worker that was asked to leave asks once more before it leaves.
+The keeper checks them on every tick. A worker that was asked to leave checks them once more before it leaves.
 
-Memory counts as growth since the worker was ready, private pages only: a fork begins with all of its parent's pages,
-and slots belong to the batches in them. At the soft threshold the keeper asks the worker to leave after its batch. At
-the hard one it kills the worker. Mostly the system refuses an allocation before that (RLIMIT_DATA, see
-system/linux.py), and the worker reports that itself.
+Memory means the growth of private pages since the worker was ready: a fork begins with all of its parent's pages, and
+slots belong to the batches in them. At the soft threshold the keeper asks the worker to leave after its batch. At the
+hard one it kills the worker. Usually the system refuses an allocation before that (RLIMIT_DATA, see system/linux.py),
+and the worker reports that itself.
 """
 
 import resource
@@ -16,11 +16,11 @@ from holdfast.system import linux, procfs
 from holdfast.system.linux import MOST_DESCRIPTORS
 
 SOFT = 0.8
-# The hard mark lies behind the point where allocations are refused: what was allocated before the worker was ready,
-# and is touched only later, counts as growth here and not there.
+# The hard threshold lies above the point where the system refuses allocations. Memory that was allocated before the
+# worker was ready, and is written only later, counts as growth here, and does not count there.
 HARD = 1.1
 SLACK = 128 << 20
-# Copied pages are measured by smaps, which takes milliseconds per 100 MB; worth it only where much was inherited.
+# To count copied pages in smaps takes milliseconds per 100 MB. That is worth it only if much was inherited.
 COPY_LEAST = 256 << 20
 COPY_LOOKS_S = (2.0, 10.0, 60.0, 300.0)
 
@@ -37,11 +37,11 @@ FINE = Judgement()
 
 
 class Thresholds:
-    """The same for all workers of a keeper."""
+    """The thresholds, the same for all workers of a keeper."""
 
     def __init__(self, growth_bytes: int | None) -> None:
         self._growth = growth_bytes
-        # What limits.raise_descriptor_limit makes of it in a worker.
+        # The limit that a worker has after it has raised its soft one.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         self._files = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
 
@@ -63,7 +63,7 @@ class Thresholds:
 
 
 class Copies:
-    """How much of what a fork inherited it has copied by writing to it: reference counts of Python objects do.
+    """How much inherited memory a fork has copied by writing to it. A change of a reference count is such a write.
 
     `inherited`: private memory of its parent; `own`: what it had beyond that when it was ready.
     """
@@ -76,7 +76,7 @@ class Copies:
         self._looks = [now + wait for wait in COPY_LOOKS_S] if inherited >= COPY_LEAST else []
 
     def look(self, now: float, grown: int) -> int:
-        """Bytes copied, when it is time to look and they are worth a word; else 0."""
+        """Bytes copied, if it is time to look and they are worth a report; else 0."""
         if not self._looks or now < self._looks[0]:
             return 0
         self._looks.pop(0)

@@ -1,8 +1,8 @@
 """A worker's whole life: boot, ready, loop, farewell.
 
-It reads tasks from a pipe, does them one after another in its main thread, and announces each when its batch is
-complete in shared memory; from then on the batch does not need it any more. It knows nothing of other workers and
-shares no lock with anybody. What a task *is*, the `Job` knows.
+It reads tasks from a pipe, and does them one after another in its main thread. It announces a batch when this is
+complete in shared memory; from then on the batch does not need the worker. It knows nothing of other workers and
+shares no lock with any process. The `Job` knows what a task is.
 """
 
 import faulthandler
@@ -40,12 +40,12 @@ from holdfast.shm.slot_writer import NO_SLOT, Full, SlotClaims, SlotSpace
 from holdfast.system import linux
 from holdfast.system.signal_origin import CRASH_SIGNALS, note_gil
 
-# Looked up once: in Python 3.11 each time takes 100 ns.
+# Looked up once: in Python 3.11 each lookup takes 100 ns.
 _IDLE = Stage.IDLE
 
 
 class Wiring(NamedTuple):
-    """All that connects a worker; descriptors are its own."""
+    """What connects a worker with trainer and keeper. The descriptors are the worker's own."""
 
     worker: int
     life: int
@@ -80,7 +80,7 @@ class WorkerLoop:
         self._pulse = pulse
         self._memory: Memory
         self._claims: SlotClaims
-        self._kept_waiting_ns = 0  # by the trainer, with something to say
+        self._kept_waiting_ns = 0  # by the trainer: to be read
         self._hung_up = select.poll()
         self._hung_up.register(wiring.tasks, 0)
 
@@ -97,11 +97,11 @@ class WorkerLoop:
                 self._loop()
             except Spent as spent:
                 self._pulse.words[LEAVING] = spent.why
-                # Where a crash would leave its stack. The pulse stays on the sample that it was refused for.
+                # To the file for the stack of a crash. The pulse stays on the sample that was refused something.
                 os.write(self._wiring.crash, "\n".join(spent.facts).encode(errors="replace"))
 
     def take_signals(self) -> None:
-        """First of all: from here on a signal is noted, and a crash leaves its stack."""
+        """This comes first. From here on the worker notes signals, and a crash leaves its stack."""
         words = self._pulse.words
 
         def note(number: int, frame: object) -> None:
@@ -126,7 +126,7 @@ class WorkerLoop:
             self._job.boot(wiring.worker, wiring.life, context)
         except BaseException as error:  # user code: unpickling, worker_init_fn
             captured = remote_exception.capture(error)
-            self._pulse.words[LEAVING] = Leave.UNFIT  # before it is said: the keeper may be told to end all
+            self._pulse.words[LEAVING] = Leave.UNFIT  # before the reply, which may end all
             last = wiring.slots + wiring.boxes
             view, address = slot_view(self._memory, wiring.stride, last)
             space = SlotSpace(view[: -wiring.slots], address)  # behind it are the states of the slots
@@ -150,7 +150,7 @@ class WorkerLoop:
         claims = self._claims
         os.register_at_fork(after_in_child=self._close_in_child)
         clock = time.monotonic_ns
-        # One, where others may be taken back.
+        # One at a time if the trainer may take others back.
         most = TASK_RECORD.size * (1 if self._wiring.one_by_one else 64)
         while data := os.read(self._wiring.tasks, most):
             for task, box, size, saved, count in TASK_RECORD.iter_unpack(data):
@@ -174,7 +174,7 @@ class WorkerLoop:
         words[LEAVING] = words[ASKED]
 
     def _close_in_child(self) -> None:
-        """A process that user code forks has no part in this: it gets no task, and nobody hears it."""
+        """A process that user code forks is no worker: it gets no task, and its replies go nowhere."""
         self._claims.close_in_child()
         wiring = self._wiring
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -183,9 +183,9 @@ class WorkerLoop:
         os.close(nowhere)
 
     def _may_wait(self) -> bool:
-        """For a slot: not when the trainer waits for this very task, has left its epoch or will send no other.
+        """Wait for a slot? Not if the trainer waits for this very task, has left its epoch or sends no other.
 
-        What was loaded is not to blame for the wait; what was not begun stays so.
+        The stage is SEND meanwhile, so no sample is blamed for the wait. A task that has not begun stays at IDLE.
         """
         words = self._pulse.words
         if words[STAGE] != _IDLE:
@@ -194,7 +194,7 @@ class WorkerLoop:
         return max(words[WANTED], words[FLOOR] - 1) < words[TASK] and not self._hung_up.poll(0)
 
     def _must_go(self) -> bool:
-        """It was asked to leave. What it was over in the middle of a sample, it may have given back since."""
+        """It was asked to leave. Perhaps a sample has passed a threshold only for a moment, so it checks again."""
         words = self._pulse.words
         grown = linux.memory_of()[1] - words[BASE]
         still = Thresholds(self._wiring.growth_bytes).judge(os.getpid(), grown, linux.descriptors())
@@ -216,7 +216,7 @@ class WorkerLoop:
             self._say(wiring.results, lambda: os.write(wiring.results, record))
 
     def _say(self, fd: int, say: Callable[[], int]) -> None:
-        """As soon as there is room: a trainer that is stopped takes nothing, and that is not this worker's hang."""
+        """Announce it when the pipe has room. If the trainer is stopped and reads nothing, the worker does not hang."""
         words = self._pulse.words
         stage, began = words[STAGE], time.monotonic_ns()
         room = select.poll()
@@ -234,7 +234,7 @@ class WorkerLoop:
 
 
 def _elsewhere(letter: memoryview) -> memoryview:
-    """What did not fit the letter box."""
+    """A payload that did not fit the letter box."""
     pid, fd, inode = ELSEWHERE.unpack(letter)
     with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
         if os.fstat(file.fileno()).st_ino != inode:
@@ -245,8 +245,8 @@ def _elsewhere(letter: memoryview) -> memoryview:
 def _mind_forks() -> None:
     """A process that user code forks can be terminated as always, from its first moment on.
 
-    It inherits our handlers; a signal that came before it has its own would be noted, and lost. So such signals wait
-    over the fork.
+    It inherits our handlers. Until it has the default ones back, they would note a signal, and it would be lost. So
+    such signals are blocked during the fork.
     """
     masks: list[set[signal.Signals | int]] = []
 
