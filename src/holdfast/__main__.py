@@ -1,10 +1,11 @@
 """The command line: `holdfast COMMAND`, or `python -m holdfast COMMAND`."""
 
 import argparse
+import signal
 import sys
 
 from holdfast import __version__
-from holdfast.cli import demo, doctor, explain, repro, run, top
+from holdfast.cli import demo, doctor, explain, leave_pipe, reader_gone, repro, run, top
 from holdfast.errors import HoldfastError
 
 COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "repro": repro, "run": run, "top": top}
@@ -18,9 +19,23 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in COMMANDS.items():
         about = (module.__doc__ or "").strip().splitlines()[0]
         module.arguments(commands.add_parser(name, help=about, description=about))
-    chosen = parser.parse_args(argv)
+    try:
+        return _run(parser, argv)
+    except BrokenPipeError:
+        if not reader_gone(sys.stdout):
+            raise
+        leave_pipe(sys.stdout)
+        return 128 + signal.SIGPIPE
+
+
+def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
+    try:
+        chosen = parser.parse_args(argv)
+    finally:
+        sys.stdout.flush()  # (--help and --version exit)
     try:
         status: int = COMMANDS[chosen.command].run(chosen)
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         if chosen.command == "run":
