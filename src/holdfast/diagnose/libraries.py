@@ -4,6 +4,7 @@
 Only conflicts with a reason that can be named are here.
 """
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -36,6 +37,12 @@ _FORK_SHY = {
 }
 # Files with a library's own position, cache or lock behind them: sharing one across a fork corrupts reads.
 _STORES = (".h5", ".hdf5", ".he5", ".nc", ".mdb", ".db", ".sqlite", ".tar", ".zip", ".lmdb")
+# What is built where there is a compiler, and what it is for.
+_PARTS = {
+    "system._sender": "who sends a signal",
+    "shm._stream": "fast copies of large batches",
+    "local.protocol._pulse": "fast notes of the sample at hand",
+}
 _SPAWNED = "multiprocessing_context='forkserver'"
 
 
@@ -55,6 +62,25 @@ class Process:
     openmp: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def compiled_parts() -> dict[str, bool]:
+    """What each compiled part of Holdfast gives, and whether it is here. All are optional."""
+    return {gives: _importable(f"holdfast.{module}") for module, gives in _PARTS.items()}
+
+
+def without_parts() -> str:
+    """ " (built without a compiler: ... missing)" for a headline; empty if nothing is missing."""
+    missing = [gives for gives, here in compiled_parts().items() if not here]
+    return f" (compiled parts that are missing: {'; '.join(missing)})" if missing else ""
+
+
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 def native_threads() -> int:

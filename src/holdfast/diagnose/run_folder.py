@@ -22,6 +22,7 @@ from typing import IO, Any
 import cloudpickle
 
 from holdfast.diagnose.stats import Stats, to_dict
+from holdfast.policy import warn_of_misspelt
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.signal_origin import raised_by_handler, warn
 
@@ -147,6 +148,7 @@ class RunFolder:
     @classmethod
     def from_environment(cls, kind: str, dataset: object = None) -> "RunFolder | None":
         """None when nobody wants it."""
+        warn_of_misspelt(os.environ)
         folder = os.environ.get("HOLDFAST_RUN_DIR")
         return cls(folder, kind, dataset) if folder else None
 
@@ -308,15 +310,12 @@ def _narrow(folder: int, about: os.stat_result, path: Path) -> None:
     here, rights = f"/proc/self/fd/{folder}", stat.S_IMODE(about.st_mode)
     try:
         if rights & stat.S_ISVTX or _holds_other_things(here):
-            warn(
-                f"{path} is open to other users ({rights:04o}) and holds more than files of Holdfast: it keeps its "
-                "rights, and the files of Holdfast there are 0600; better name a folder of its own"
-            )
+            warn(f"{path} is open to other users ({rights:04o}) and keeps its rights: name a folder of its own")
             return
         os.chmod(here, rights & ~_OTHERS)
-        warn(f"{path} was open to other users ({rights:04o}) and is yours alone now ({rights & ~_OTHERS:04o})")
+        warn(f"{path} was open to other users ({rights:04o}): now {rights & ~_OTHERS:04o}")
     except OSError as error:
-        warn(f"{path} is open to other users ({rights:04o}) and cannot be made yours alone: {error}")
+        warn(f"{path} is open to other users ({rights:04o}) and stays so: {error.strerror}")
 
 
 def _holds_other_things(folder: str) -> bool:
