@@ -1,5 +1,8 @@
 """What a process had is told where it helps, and nowhere else; and a line of the log fits."""
 
+import os
+import re
+import signal
 from itertools import product
 
 import pytest
@@ -11,6 +14,7 @@ from holdfast.loader.loader_narrator import _DID_ABOUT_DEATH
 from holdfast.remote_exception import Raised
 from holdfast.system.cgroups import ControlGroup
 from holdfast.system.evidence import Evidence
+from holdfast.system.procfs import system_call
 from holdfast.system.snapshot import Bounds, Snapshot
 
 LOOK = Snapshot(
@@ -99,3 +103,18 @@ def test_a_worker_that_could_not_start_is_told_once():
     assert incident_of(Case(what=What.BOOT, worker=0, stage=Stage.INIT, raised=RAISED)).headline == (
         "worker 0 could not start"
     )
+
+
+def test_a_system_call_that_has_no_name_here_is_a_number():
+    """A process that stopped itself is in kill(): "in the system call number 62"."""
+    pid = os.fork()
+    if not pid:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        call = system_call(pid).name
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert re.fullmatch(r"number \d+|\w+|", call)
