@@ -1,11 +1,16 @@
 """The command line, as a user calls it."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from holdfast import Policy
+from holdfast.cli import demo
 
 
 def holdfast(*words, timeout=100):
@@ -22,6 +27,38 @@ def test_the_demo_proves_it():
     assert proof["duplicated"] == 0
     assert proof["same_losses"] and proof["same_order"]
     assert proof["workers_restarted"] >= 7
+    assert all(proof["faults"].values()) and len(proof["faults"]) == 9, proof["faults"]
+    assert proof["kills_from_outside"] >= 1
+
+
+def test_each_fault_of_the_demo_has_a_batch_of_its_own():
+    """A batch that dies with its worker does not tell what else had happened in it."""
+    faults = set(demo.FAULTS)
+    batches = [faults & set(index.tolist()) for index, _, _ in demo._loader(demo.Images(), 2, Policy())]
+    assert [found for found in batches if len(found) > 1] == []
+    assert set().union(*batches) == faults
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "--list"],
+        ["explain", "worker-killed"],
+        ["--help"],
+        ["doctor", "--workers", "1"],
+        ["demo", "--help"],
+    ],
+)
+def test_a_reader_that_leaves_is_no_error(words):
+    """`holdfast ... | head`: no traceback, neither at once nor while Python ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast", *words], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr == ""
+    assert done.returncode == (0 if "--help" in words else 128 + signal.SIGPIPE)  # argparse ignores it by itself
 
 
 def test_help_and_nonsense():

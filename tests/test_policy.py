@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.utils.data
 
-from holdfast import DataLoader, Policy, PolicyError
+from holdfast import DataLoader, Policy, PolicyError, policy
 from holdfast.policy import parse_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -68,6 +68,33 @@ def test_from_the_environment():
     assert (policy.bad_sample, policy.retries, policy.sample_timeout, policy.max_bad) == ("skip", 3, 2.5, 1.0)
     with pytest.raises(PolicyError, match="HOLDFAST_RETRIES='x'"):
         Policy.from_environment({"HOLDFAST_RETRIES": "x"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("BADSAMPLE", "BAD_SAMPLE"),
+        ("TIMEOUT", "SAMPLE_TIMEOUT"),
+        ("SAMPLE_TIMOUT", "SAMPLE_TIMEOUT"),
+        ("RUNDIR", "RUN_DIR"),
+        ("RETRY", "RETRIES"),
+        ("WORKER_MEM", "WORKER_MEMORY"),
+    ],
+)
+def test_a_misspelt_variable_is_told_once_with_the_nearest_name(wrong, meant, caplog):
+    """It would change nothing, silently."""
+    policy._warn_once.cache_clear()
+    for _ in range(2):
+        assert Policy.from_environment({f"HOLDFAST_{wrong}": "1"}) == Policy()
+    assert caplog.messages == [f"HOLDFAST_{wrong} does nothing: did you mean HOLDFAST_{meant}?"]
+
+
+def test_what_is_not_ours_is_left_in_peace(caplog):
+    """Known names, and those of other programs that begin alike."""
+    known = [name.upper() for name in policy.PARSERS] + ["RUN_DIR", "ATTEMPT"]
+    others = ["SLOW", "MARK", "TEST_MARK", "SCHEDULES", "HOME", "DEBUG", "VERSION", "TOKEN"]
+    policy.warn_of_misspelt({f"HOLDFAST_{name}": "1" for name in (*known, *others)} | {"BAD_SAMPLES": "1"})
+    assert not caplog.messages
 
 
 # What people read -----------------------------------------------------------------------------------------------------

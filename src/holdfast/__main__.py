@@ -1,11 +1,13 @@
 """The command line: `holdfast COMMAND`, or `python -m holdfast COMMAND`."""
 
 import argparse
+import signal
 import sys
 from importlib import import_module
 from typing import Any
 
 from holdfast import __version__
+from holdfast.cli import leave_pipe, reader_gone
 from holdfast.errors import HoldfastError
 
 # Modules of cli/. Only the one that is chosen is imported: some need torch.
@@ -34,9 +36,23 @@ def main(argv: list[str] | None = None) -> int:
         its_parser = commands.add_parser(name, help=about, description=about)
         if name == named:
             command.arguments(its_parser)
-    chosen = parser.parse_args(argv)
+    try:
+        return _run(command, parser, argv)
+    except BrokenPipeError:
+        if not reader_gone(sys.stdout):
+            raise
+        leave_pipe(sys.stdout)
+        return 128 + signal.SIGPIPE
+
+
+def _run(command: Any, parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
+    try:
+        chosen = parser.parse_args(argv)
+    finally:
+        sys.stdout.flush()  # (--help and --version exit)
     try:
         status: int = command.run(chosen)
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         if chosen.command == "run":

@@ -4,10 +4,13 @@ Nothing here acts. The ledger reads `bad_sample`, `strikes`, `max_bad` and `rest
 fields; the keeper reads `sample_timeout` and `worker_memory`.
 """
 
+import difflib
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal
 
 from holdfast.errors import PolicyError
@@ -153,6 +156,7 @@ class Policy:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Policy":
         """The policy that HOLDFAST_* variables ask for, e.g. HOLDFAST_BAD_SAMPLE=skip, HOLDFAST_RETRIES=3."""
         environment = os.environ if environment is None else environment
+        warn_of_misspelt(environment)
         wanted: dict[str, Any] = {}
         for field in fields(cls):
             text = environment.get(f"HOLDFAST_{field.name.upper()}")
@@ -187,3 +191,22 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "max_bad": float,
     "restarts": int,
 }
+
+# What else Holdfast reads from the environment, and what it sets there for ranks.
+_OTHER_VARIABLES = ("RUN_DIR", "ATTEMPT")
+# Less alike is another program's own: HOLDFAST_TEST_MARK is 0.59 to RESTARTS, HOLDFAST_TIMEOUT 0.67 to SAMPLE_TIMEOUT.
+_ALIKE = 0.62
+
+
+def warn_of_misspelt(environment: Mapping[str, str]) -> None:
+    """A variable that looks like one of ours would change nothing, silently."""
+    known = [name.upper() for name in PARSERS] + list(_OTHER_VARIABLES)
+    for variable in environment:
+        name = variable.removeprefix("HOLDFAST_")
+        if name != variable and name not in known and (near := difflib.get_close_matches(name, known, 1, _ALIKE)):
+            _warn_once(variable, f"HOLDFAST_{near[0]}")
+
+
+@cache
+def _warn_once(variable: str, near: str) -> None:
+    logging.getLogger("holdfast").warning("%s does nothing: did you mean %s?", variable, near)

@@ -1,5 +1,7 @@
 """The doctor's judgement, on machines that are records and trees of files: no process is started."""
 
+import re
+
 import pytest
 
 from holdfast.diagnose import fitness, libraries, machine_checks
@@ -152,7 +154,10 @@ def test_a_clean_process_is_ok_throughout():
         (Process(threads=("watcher",)), "fork-safety", "warning", "forkserver"),
         (Process(native_threads=3, modules=frozenset({"cv2"})), "fork-safety", "warning", "cv2.setNumThreads(0)"),
         (Process(modules=frozenset({"grpc"})), "fork-safety", "warning", "forkserver"),
-        (Process(open_files=("/data/train.h5",)), "open-files", "warning", "__setstate__"),
+        (Process(threads=("watcher",), picklable=False), "fork-safety", "warning", "make the dataset picklable"),
+        (Process(open_files=("/data/train.h5",)), "open-files", "warning", "first __getitem__"),
+        (Process(open_files=("/d/a.tar",), moved=("/d/a.tar",)), "open-files", "problem", "first __getitem__"),
+        (Process(open_files=("/data/index.sqlite",), moved=()), "open-files", "warning", "first __getitem__"),
     ],
 )
 def test_each_library_worry_is_named_with_what_to_type(process, name, verdict, words):
@@ -165,6 +170,24 @@ def test_new_enough_libraries_go_with_numpy_2():
     versions = {"numpy": "2.1", "torch": "2.6.0", "pandas": "2.2.2", "opencv-python": "4.10.0.84"}
     assert libraries.library_versions(Process(versions=versions), 1, 1).verdict == "ok"
     assert libraries.library_versions(Process(versions={"numpy": "1.26", "torch": "2.1"}), 1, 1).verdict == "ok"
+
+
+def test_a_file_that_is_read_by_pread_is_no_shared_position():
+    """HDF5 reads so: it was tried, and nothing moved."""
+    check = libraries.shared_files(Process(open_files=("/data/train.h5",), moved=()), 4, 8)
+    assert check.verdict == "ok" and "moved no position" in check.says
+
+
+def test_without_a_dataset_nothing_is_said_of_what_it_would_load():
+    """Threads, open files and OpenMP of the doctor itself are not those of the training."""
+    names = {check.name for check in check_process(Process(threads=("mine",)), 8, 8, dataset=False)}
+    assert names == {"library-versions", "opencv", "threads"}
+
+
+def test_a_bug_report_names_what_is_asked_first():
+    about = libraries.bug_report(Machine(), Process(versions={"numpy": "2.1", "torch": "2.6"}), "9.9")
+    assert about["versions"].startswith("holdfast 9.9, torch 2.6, numpy 2.1, Python 3.")
+    assert set(about) > {"compiled parts", "limits", "cgroup", "/dev/shm", "start method"}
 
 
 def test_workers_that_are_not_forked_inherit_nothing():
@@ -288,6 +311,51 @@ def test_too_many_workers_for_the_cgroup_are_a_problem_and_fewer_are_advised():
     assert check.verdict == "problem" and "num_workers=4" in check.advice
     setting = recommend(machine, measured(), 32, fork_safe=True, workers=8)
     assert setting.num_workers == 4 and "would not fit" in setting.reasons[0]
+
+
+CPUS = {"cpus_allowed": 2, "cpus_online": 2}
+
+
+@pytest.mark.parametrize("asked", [None, 1, 4, 32])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(**CPUS),
+        Machine(cgroup=ControlGroup(memory_limit=GIB), overcommit=2, commit_left=0, data=(4 * GIB, None)),
+        Machine(memory_available=200 * MIB, **CPUS),
+    ],
+)
+@pytest.mark.parametrize("process", [{}, {"threads": ("a",)}, {"cuda": True}, {"open_files": ("/d/x.h5",)}])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("why", ["", "dataset.lock"])
+@pytest.mark.parametrize("growing", [0, 1])
+def test_no_advice_contradicts_another_or_what_is_pasted(machine, asked, process, start, why, growing):
+    """Numbers of workers are bounds that the pasted one keeps; nobody is told forkserver and fork, or two limits."""
+    here = Process(start_method=start, picklable=not why, **process)
+    fork_safe = not libraries.fork_dangers(here)
+    taken = measured(
+        samples=samples(resident=lambda i: (200 + growing * i) * MIB),
+        unpicklable=why,
+        start_method=start,
+        fork_safe=fork_safe,
+    )
+    workers = asked or machine.cpus
+    checks = (*check_machine(machine, workers), *check_process(here, workers, machine.cpus))
+    checks += (*check_dataset(taken, workers), memory_forecast(forecast(machine, taken, workers, 32)))
+    setting = recommend(machine, taken, 32, fork_safe, asked)
+    advice = [check.advice for check in checks if check.verdict != "ok"]
+    assert all(setting.num_workers <= int(n) for text in advice for n in re.findall(r"num_workers=(\d+)", text))
+    told = "\n".join([*(text for text in advice if "picklable" not in text and "pickled" not in text), setting.code])
+    assert len(set(re.findall(r"multiprocessing_context=['\"](\w+)", told))) <= 1
+    assert len(set(re.findall(r"worker_memory=\"(\w+)\"", "\n".join([*advice, setting.code])))) <= 1
+    if why and not fork_safe:
+        assert setting.context is None
+
+
+def test_what_is_pasted_collates_samples_that_differ():
+    """The default collate would raise at the first batch."""
+    setting = recommend(Machine(), measured(samples=samples(shape=lambda i: f"float32[{i}]")), 32, fork_safe=True)
+    assert "collate_fn=YOUR_FUNCTION" in setting.code
 
 
 def test_growth_over_an_epoch_is_part_of_the_forecast():

@@ -1,31 +1,60 @@
 """Logs of the world: real error lines are named, healthy ones are left in peace, causes come before consequences.
 
-logs/ holds error lines from public threads: the first line says where from, the second what must be found, in order;
-paths and long ids are shortened. healthy/ holds ordinary output in which nothing may be found.
+logs/ holds error lines from public threads and articles: the first line says where from, the second what must be found,
+in order; paths and long ids are shortened. healthy/ holds ordinary output in which nothing may be found.
 """
 
 import argparse
+import inspect
 import io
 import json
+import os
 import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from holdfast import errors
 from holdfast.cli import explain as command
-from holdfast.diagnose.foreign_logs import CONSEQUENCES, FAMILIES, KINDS, QUOTE_CHARACTERS, QUOTED, SYSTEM, explain
+from holdfast.core.messages import Cause, Stage, What
+from holdfast.diagnose.finding import Again, Case
+from holdfast.diagnose.foreign_logs import (
+    CONSEQUENCES,
+    FAMILIES,
+    KINDS,
+    OWN,
+    QUOTE_CHARACTERS,
+    QUOTED,
+    SYSTEM,
+    explain,
+    last_exception,
+)
+from holdfast.diagnose.incident import incident_of
 from holdfast.diagnose.logs import Clue, words
+from holdfast.diagnose.run_folder import RunFolder
+from holdfast.system.evidence import Evidence
 
 HERE = Path(__file__).parent
 LOGS = sorted((HERE / "logs").glob("*.txt"))
 HEALTHY = sorted((HERE / "healthy").glob("*.txt"))
-CLUES = [clue for family in (*FAMILIES, SYSTEM) for clue in family.clues]
+CLUES = [clue for family in (OWN, *FAMILIES, SYSTEM) for clue in family.clues]
 
 
 def log(name: str) -> str:
     """The error lines of one file, without its two lines of heading."""
     return (HERE / "logs" / f"{name}.txt").read_text().split("\n", 2)[2]
+
+
+# One process in both.
+SAME = {"19597": "15617"}
+
+
+def of_one_process(text: str) -> str:
+    for one, other in SAME.items():
+        text = text.replace(one, other)
+    return text
 
 
 def names(text: str) -> list[str]:
@@ -42,7 +71,7 @@ def holdfast_explain(*given: str) -> int:
 def test_a_real_log_is_named(path):
     """What people posted is recognized, causes first."""
     source, expects, text = path.read_text().split("\n", 2)
-    assert re.fullmatch(r"# source: https://\S+", source)
+    assert re.fullmatch(r'# source: (https://\S+|an article, ".+")', source)
     assert names(text) == expects.removeprefix("# expects: ").split(", ")
 
 
@@ -66,7 +95,7 @@ def test_a_cause_is_found_in_the_middle_of_ordinary_output(path):
 
 def test_the_kernel_comes_before_what_torch_noticed():
     """The OOM line is the cause although it stands last; the dead worker follows from it."""
-    found = explain(log("torch-killed") + log("dmesg-cgroup-oom"))
+    found = explain(of_one_process(log("torch-killed") + log("dmesg-cgroup-oom")))
     assert [one.name for one in found] == ["worker-oom-killed", "worker-killed"]
     assert found[0].follows_from == ()
     assert found[1].follows_from == ("worker-oom-killed",)
@@ -118,6 +147,190 @@ def test_nothing_follows_from_what_came_after_it(killed_at, oom_at, follows):
     for text in (f"{killed_at}{KILLED}\n{oom_at}{OOM}\n", f"{oom_at}{OOM}\n{killed_at}{KILLED}\n"):
         found = {one.name: one.follows_from for one in explain(text)}
         assert found == {"worker-oom-killed": (), "worker-killed": ("worker-oom-killed",) if follows else ()}
+
+
+OTHER = "Out of memory: Killed process 999 (chrome) total-vm:1kB, anon-rss:1kB, file-rss:0kB"
+
+
+def test_the_kill_of_another_process_explains_nothing():
+    """The kernel killed a browser; the worker died of something else, which nothing here names."""
+    found = explain(f"{OTHER}\n{KILLED}\n")
+    assert {one.name: one.follows_from for one in found} == {"worker-oom-killed": (), "worker-killed": ()}
+
+
+def test_of_several_kills_the_one_of_this_process_is_the_cause():
+    """Told apart by pid; the kernel's other lines go with the kill that they belong to."""
+    invoked = "chrome invoked oom-killer: gfp_mask=0x100cca, order=0\noom-kill:constraint=CONSTRAINT_NONE,pid=999\n"
+    found = explain(f"{invoked}{OTHER}\n{OOM}\n{KILLED}\n")
+    assert [(one.name, one.lines) for one in found] == [
+        ("worker-oom-killed", 3),
+        ("worker-oom-killed", 1),
+        ("worker-killed", 1),
+    ]
+    assert "(chrome)" in found[0].says and "4711 (python)" in found[1].says
+    assert found[2].follows_from == ("worker-oom-killed",)
+
+
+def test_a_kill_for_memory_does_not_explain_another_signal():
+    """The OOM killer sends SIGKILL; the same process that ended by SIGTERM ended otherwise."""
+    found = explain(f"{OOM}\n{KILLED.replace('Killed', 'Terminated')}\n")
+    assert {one.name: one.follows_from for one in found} == {"worker-oom-killed": (), "worker-terminated": ()}
+
+
+def test_an_error_number_explains_no_other_one():
+    """EMFILE in the sample's own traceback; the EAGAIN of somebody else's fork is not its cause."""
+    raised = "OSError: Caught OSError in DataLoader worker process 0.\nOSError: [Errno 24] Too many open files\n"
+    found = explain(f"bash: fork: retry: Resource temporarily unavailable [Errno 11]\n{raised}")
+    assert {one.name: one.follows_from for one in found} == {
+        "cannot-start-process": (),
+        "descriptors-exhausted": (),
+        "sample-raised": ("descriptors-exhausted",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("pasted", "name"),
+    [
+        ("java.lang.InterruptedException", "jvm-interrupted"),
+        ("Java Interrupted Exception", "jvm-interrupted"),
+        ("DataLoader worker (pid XXX) is killed by signal: 9", "worker-killed"),
+        ("SIGKILL", "worker-killed"),
+        ("signal: 9", "worker-killed"),
+        ("error: test failed (signal: 9, SIGKILL: kill)", "worker-killed"),
+        ("ProcessExitedException", "rank-failed-first"),
+        ("Resource temporarily unavailable", "cannot-start-process"),
+        ("concurrent.futures.process.BrokenProcessPool", "worker-exited"),
+        ("OSError: Can't read data (inflate() failed)", "handle-shared-by-fork"),
+    ],
+)
+def test_what_people_quote_is_known_alone(pasted, name):
+    """Articles and threads quote a few words, without pid and traceback."""
+    (one,) = explain(f"{pasted}\n")
+    assert one.name == name
+
+
+def test_what_is_the_programs_own_is_named_as_such(tmp_path, capsys):
+    """No cause is made up for an exception of the user's; it is said which one it was."""
+    path = tmp_path / "pool.log"
+    for text, last in (
+        ("ERROR:root:ValueError processing 0: Even numbers cause errors!", "ValueError"),
+        ("TimeoutError: Simulating an external timeout exception", "TimeoutError: Simulating an"),
+    ):
+        assert last_exception(text).startswith(last)
+        path.write_text(text)
+        assert holdfast_explain(str(path)) == 1
+        assert last in capsys.readouterr().out
+
+
+def test_bare_eagain_is_processes_and_never_descriptors():
+    (one,) = explain("Resource temporarily unavailable\n")
+    assert "never one of open files" in one.says and "ulimit -n" not in one.advice
+    assert one.confidence == "possible"
+
+
+# What Holdfast itself said -------------------------------------------------------------------------------------------
+
+
+DEATH = Case(
+    what=What.EXITED,
+    worker=2,
+    cause=Cause.SIGNAL,
+    code=11,
+    task=88,
+    index=4711,
+    stage=Stage.FETCH,
+    evidence=Evidence(pid=1),
+    did="started a new worker, which loads the batch again",
+    again=Again(1, 88, (4711,), 0),
+)
+
+
+def test_an_error_of_holdfast_is_its_finding():
+    """The text of the exception names it; what it says and advises is given, and its page."""
+    incident = incident_of(DEATH)
+    (one,) = explain(f"Traceback:\nholdfast.errors.WorkerLost: {incident}\n")
+    assert one.name == incident.finding == "worker-segfault"
+    assert incident.says in one.says and incident.headline in one.says
+    assert one.advice == incident.advice
+
+
+def test_a_log_line_of_holdfast_is_its_finding():
+    (one,) = explain(f"WARNING:holdfast:{incident_of(DEATH).line}\n")
+    assert one.name == "worker-segfault"
+
+
+def test_several_incidents_of_holdfast_do_not_explain_each_other():
+    """Each was found out by itself: nothing is concluded from their order."""
+    lost = incident_of(replace(DEATH, cause=Cause.EXIT, code=3))
+    found = explain(f"holdfast.errors.WorkerLost: {incident_of(DEATH)}\nholdfast.errors.WorkerLost: {lost}\n")
+    assert {one.name: one.follows_from for one in found} == {"worker-segfault": (), "worker-exited": ()}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.HoldfastError)]
+)
+def test_each_error_of_holdfast_is_known_by_its_name(kind):
+    if kind is errors.HoldfastError:
+        return
+    (one,) = explain(f"holdfast.errors.{kind.__name__}: what happened\n")
+    assert one.name == "holdfast-raised" and one.says.startswith(kind.__name__)
+
+
+def test_an_exception_that_came_back_as_itself_says_where():
+    """A user's own error has a note of Holdfast's under it."""
+    text = "ValueError: bad pixel\nin worker 1 (pid 7) while loading index 37 (batch 9, attempt 1)\n"
+    (one,) = explain(text)
+    assert one.name == "sample-raised" and "ValueError: bad pixel, while loading index 37" in one.says
+
+
+def run_folder(path: Path) -> Path:
+    folder = RunFolder(str(path), "loader")
+    for case in (DEATH, DEATH, replace(DEATH, cause=Cause.EXIT, code=3)):
+        folder.write(asdict(incident_of(case)))
+    return folder.file
+
+
+def test_a_run_folder_is_told(tmp_path, capsys):
+    """Each finding once, with its count, its last incident, and its page; a file of it says the same."""
+    file = run_folder(tmp_path / "run")
+    for place in (file.parent, file):
+        assert holdfast_explain(str(place)) == 0
+        told = capsys.readouterr().out
+        assert "of Holdfast, with 3 incidents:" in told
+        assert "\nworker-segfault x2: SIGSEGV" in told and "\nworker-exited: " in told
+        assert "while loading index 4711 (batch 88, attempt 1)" in told
+        assert "    more   holdfast explain worker-segfault" in told and f"holdfast repro {place}" in told
+        assert holdfast_explain(str(place), "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [(one["name"], one["count"]) for one in found["findings"]] == [
+            ("worker-segfault", 2),
+            ("worker-exited", 1),
+        ]
+
+
+def test_a_run_folder_that_anybody_wrote_breaks_nothing(tmp_path, capsys):
+    """Lines that are no JSON, records without fields, a pipe in the place of a file."""
+    (tmp_path / "trainer-1-0.jsonl").write_text("{")
+    said = '{"record": "incident", "headline": "x\\u001b[31m", "seen": 7}\n'
+    (tmp_path / "trainer-1-1.jsonl").write_text(
+        '{"record": "part"}\n[1]\n{"record": "incident", "headline": 3}\n' + said
+    )
+    os.mkfifo(tmp_path / "trainer-1-2.jsonl")
+    assert holdfast_explain(str(tmp_path)) == 0
+    told = capsys.readouterr().out
+    assert "left out trainer-1-0.jsonl" in told and "\nunknown:\n" in told and "\x1b" not in told
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_command_wraps_to_the_terminal(tmp_path, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    path = tmp_path / "train.log"
+    path.write_text(log("torch-killed") + log("spark-interrupted") + log("eagain-bare"))
+    run = run_folder(tmp_path / "run").parent
+    for given in (str(path), str(run), "--list"):
+        holdfast_explain(given)
+        told = capsys.readouterr().out.replace(str(run), "RUN")
+        assert max(map(len, told.splitlines())) <= width
 
 
 def test_a_traceback_has_the_time_of_its_head():
@@ -259,11 +472,12 @@ def test_windows_line_ends_and_no_end_at_all():
 def test_every_clue_is_well_made(clue: Clue):
     """Its words can be found, its texts can be filled in, and its name is a page's or will be."""
     assert words(clue.pattern)
-    groups = dict.fromkeys(re.compile(clue.pattern).groupindex, "x")
+    groups = {name: "x" for text in (clue.pattern, clue.above, clue.below) for name in re.compile(text).groupindex}
     clue.says.format(**groups)
     clue.advice.format(**groups)
-    assert re.fullmatch(r"[a-z]+(-[a-z]+)+|interrupted|unknown", clue.name)
-    assert clue.name in command._pages()
+    if clue.name != "{finding}":  # (Holdfast itself names it in the line)
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)+|interrupted|unknown", clue.name)
+        assert clue.name in command._pages()
 
 
 def test_words_lose_no_line():
@@ -296,11 +510,11 @@ def test_consequences_do_not_run_in_circles():
 
 def test_the_command_tells_a_file(tmp_path, capsys):
     path = tmp_path / "train.log"
-    path.write_text(log("torch-killed") + log("dmesg-cgroup-oom"))
+    path.write_text(of_one_process(log("torch-killed") + log("dmesg-cgroup-oom")))
     assert holdfast_explain(str(path)) == 0
     told = capsys.readouterr().out
     assert told.startswith("worker-oom-killed: the kernel killed process 15617 (python3)")
-    assert "\n    line 6 RuntimeError: DataLoader worker (pid 19597)" in told
+    assert "\n    line 6 RuntimeError: DataLoader worker (pid 15617)" in told
     assert "\n    follows from worker-oom-killed\n" in told
     assert told.rstrip().endswith("more   holdfast explain worker-killed")
 
@@ -349,7 +563,7 @@ def test_the_command_says_when_nothing_is_known(tmp_path, capsys):
     assert told.startswith("no known finding in 2 lines\n")
     assert all(kind in told.replace("\n", " ") for kind in KINDS)
     assert holdfast_explain(str(path), "--json") == 1
-    assert json.loads(capsys.readouterr().out) == {"lines": 2, "findings": []}
+    assert json.loads(capsys.readouterr().out) == {"lines": 2, "findings": [], "last_exception": ""}
 
 
 def test_the_command_shows_a_page(capsys):
@@ -371,9 +585,9 @@ def test_the_command_knows_names_that_are_nearly_right(capsys):
     assert "--list" in capsys.readouterr().err
 
 
-def test_the_command_cannot_read_a_folder(tmp_path, capsys):
+def test_the_command_says_what_a_folder_is_not(tmp_path, capsys):
     assert holdfast_explain(str(tmp_path)) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "is no run folder" in capsys.readouterr().err
 
 
 def test_the_command_lists_findings(capsys):

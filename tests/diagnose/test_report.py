@@ -34,6 +34,15 @@ CRASH = Case(
 STATS = LoaderStats(batches=3, samples=12, restarts=1, bad_samples=1, waited_s=0.1, workers=2)
 
 
+def test_what_nobody_has_measured_is_not_told():
+    """A process without descriptors does not exist: this one ended before anybody looked at it."""
+    row = WorkerStats(worker=0, batches=1, samples=4)
+    text = str(Report(Record(), replace(STATS, per_worker=(row, replace(row, worker=1, descriptors=7)))))
+    assert "descriptors" not in text.partition("worker 0: ")[2].partition("\n")[0]
+    assert "worker 1: 4 samples" in text and "; grew by 0 MiB at most, 7 descriptors" in text
+    assert " 0 descriptors" not in text
+
+
 def test_the_text_is_asserted_whole():
     assert str(incident_of(CRASH)) == (
         "worker 2 was killed by SIGSEGV while loading index 123 (batch 88, attempt 2, strike 2 of 2)\n"

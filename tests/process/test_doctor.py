@@ -5,14 +5,17 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+import holdfast
 from holdfast.cli import doctor
 from holdfast.diagnose.fitness import check_dataset
 from holdfast.loader.measure import weigh
@@ -89,6 +92,24 @@ class Sticky(Good):
 class Handles(Good):
     def __getitem__(self, index):
         return threading.Lock()
+
+
+class Seeks(Good):
+    """Reads a file that it opened before there were workers."""
+
+    def __init__(self):
+        self.file = open(__file__, "rb", buffering=0)
+
+    def __getitem__(self, index):
+        self.file.seek(index)
+        return self.file.read(1)[0]
+
+
+class Preads(Seeks):
+    """As HDF5 does."""
+
+    def __getitem__(self, index):
+        return os.pread(self.file.fileno(), 1, index)[0]
 
 
 class Stream(IterableDataset):
@@ -240,6 +261,54 @@ def test_random_and_stateful_datasets(name, verdict, words, capsys):
     checks, _ = checks_of(name, capsys)
     assert checks["repeatable"]["verdict"] == verdict
     assert words in checks["repeatable"]["says"]
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("Seeks", "problem"), ("Preads", "ok")])
+def test_a_file_that_was_open_before_is_judged_by_how_it_is_read(name, verdict, capsys):
+    """The worker is watched: a position that it moves is moved for all."""
+    checks, _ = checks_of(name, capsys)
+    assert checks["open-files"]["verdict"] == verdict
+    assert checks["open-files"]["seen"] == [os.path.realpath(__file__)]
+
+
+def test_it_ends_with_a_block_for_a_bug_report(capsys):
+    assert call("Good", "--samples", "2", "--workers", "1") == 0
+    block = capsys.readouterr().out.partition("For a bug report\n")[2].splitlines()
+    assert block[0].startswith(f"  versions       holdfast {holdfast.__version__}, torch {torch.__version__}")
+    labels = [line[2:17].strip() for line in block if line[2:3].strip()]
+    assert labels[1:9] == [
+        "system",
+        "compiled parts",
+        "processors",
+        "memory",
+        "limits",
+        "cgroup",
+        "/dev/shm",
+        "start method",
+    ]
+
+
+def test_without_a_compiler_doctor_and_report_say_what_is_missing():
+    """In an interpreter that cannot import the extensions."""
+    pure, source = Path(__file__).parents[1] / "pure", Path(holdfast.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{pure}{os.pathsep}{source}", "COLUMNS": "140"}
+    commands = {
+        "holdfast": ["-m", "holdfast", "doctor"],
+        "report": ["-c", "import holdfast; print(holdfast.DataLoader([1]).report())"],
+    }
+    for words in commands.values():
+        done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
+        assert "missing: who sends a signal; fast copies of large batches" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[0].startswith("Holdfast report (compiled parts that are missing: ")
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_it_wraps_to_the_terminal(width, capsys, monkeypatch):
+    """All but what is to be pasted."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    call("Awful", "--samples", "3", "--timeout", "1", "--workers", "1")
+    lines = capsys.readouterr().out.partition("To paste")[0].splitlines()
+    assert [line for line in lines if len(line) > width and " " in line.strip()] == []
 
 
 def test_samples_that_cannot_be_sent(capsys):

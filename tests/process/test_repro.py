@@ -75,6 +75,22 @@ def test_the_dataset_can_be_made_anew(run_dir, capsys):
     assert main(["repro", str(file) + ".not"]) == 2
 
 
+def test_a_folder_gives_its_newest_sample_and_lists_the_others(run_dir, capsys):
+    """Two loaders failed at the same sample: two files. One of another run cannot be read, and is left out."""
+    run_epoch(Moody())
+    (first,) = run_dir.glob("trainer-*.jsonl")
+    run_epoch(Moody())
+    (second,) = set(run_dir.glob("trainer-*.jsonl")) - {first}
+    (run_dir / "trainer-1-0.jsonl").write_text("{")
+    assert main(["repro", str(run_dir), "--trust"]) == 1
+    said = capsys.readouterr()
+    assert "failed again" in said.out and "left out" in said.err
+    assert "the newest of 2 incidents with a sample" in said.out
+    assert f"holdfast repro {first} --incident 0:" in " ".join(said.out.split()) and str(second) not in said.out
+    assert main(["repro", str(run_dir), "--incident", "9"]) == 2
+    assert "no incident 9 with a sample" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_costs_no_batch(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "file" / "run"))

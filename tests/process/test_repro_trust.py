@@ -49,7 +49,7 @@ def incident(**again):
 
 def written(folder, *incidents):
     file = folder / "trainer-1-0.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in incidents))
+    file.write_text("".join(json.dumps(one) + "\n" for one in ({"record": "part"}, *incidents)))
     return str(file)
 
 
@@ -188,7 +188,7 @@ def test_a_pickle_that_holds_no_indices_is_bad_input(tmp_path, capsys, indices):
 def test_a_file_that_makes_no_sense_is_bad_input(tmp_path, capsys, line):
     """One line says so, and no traceback."""
     file = tmp_path / "trainer-1-0.jsonl"
-    file.write_bytes(line.encode(errors="surrogateescape") + b"\n")
+    file.write_bytes(b'{"record": "part"}\n' + line.encode(errors="surrogateescape") + b"\n")
     assert main(["repro", str(file), "--dataset", HERE]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("holdfast repro: ")

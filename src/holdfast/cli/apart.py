@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.cli import show
+from holdfast.cli import leave_pipe, reader_gone, show
 from holdfast.system.linux import die_with_parent, signal_name
 
 T = TypeVar("T")
@@ -81,6 +81,10 @@ def start_child(main: Callable[[], int]) -> int:
     try:
         die_with_parent(parent)
         status = main()
+    except BrokenPipeError:
+        if not reader_gone(sys.stdout):
+            show(traceback.format_exc().rstrip(), sys.stderr)
+        leave_pipe(sys.stdout)
     except BaseException:
         show(traceback.format_exc().rstrip(), sys.stderr)
     finally:

@@ -1,11 +1,17 @@
 """Train a small model while its workers are killed, crash, hang and raise, and prove that nothing was lost."""
 
 import argparse
+import fcntl
 import json
 import logging
+import os
+import random
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,24 +19,28 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from holdfast.cli import wrapped
 from holdfast.loader.dataloader import DataLoader
 from holdfast.policy import Policy
 from holdfast.pool.progress import rewrite
-from holdfast.testing import Saboteur, storm
+from holdfast.testing import Saboteur
 
 SAMPLES = 1536
 BATCH = 32
-# What the dataset does to its workers, once each. Besides, the demo kills a worker from outside every --every seconds.
+# What the dataset does to its workers, once each, and how the name of the finding begins that must come of it. Besides,
+# the demo kills a worker from outside every --every seconds. In the first epoch each is in a batch of its own: what a
+# worker has survived it tells with its batch, and a batch that dies with its worker tells nothing.
+_HUNG = ("hang-", "sample-hung")  # (how much is known of a hang depends on what may be looked at)
 FAULTS = {
-    100: "segfault",
-    333: "sigkill",
-    500: "raise-os-error",
-    640: "hang",
-    777: "os-exit",
-    901: "raise-os-error",
-    1024: "abort",
-    1200: "hang-holding-gil",
-    1400: "sigstop",
+    100: ("segfault", "worker-segfault"),
+    333: ("sigkill", "worker-killed"),
+    505: ("raise-os-error", "sample-retried"),
+    640: ("hang", _HUNG),
+    777: ("os-exit", "worker-exited"),
+    901: ("raise-os-error", "sample-retried"),
+    1024: ("abort", "worker-aborted"),
+    1200: ("hang-holding-gil", _HUNG),
+    1400: ("sigstop", "worker-stopped"),
 }
 
 
@@ -46,6 +56,65 @@ class Images(Dataset[Any]):
         image[:, 8:24, 2 + 16 * label : 14 + 16 * label] += 1.0
         time.sleep(0.001)
         return index, image, label
+
+
+class Sabotaged(Saboteur):
+    """Each fault comes once. While one comes, its worker holds a lock, which the system frees if the worker dies."""
+
+    def __init__(self, once: str) -> None:
+        super().__init__(Images(), {index: fault for index, (fault, _) in FAULTS.items()}, once)
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.at:
+            return super().__getitem__(index)
+        assert self.once is not None
+        with locked(self.once, fcntl.LOCK_SH):
+            return super().__getitem__(index)
+
+
+@contextmanager
+def locked(folder: str, how: int) -> Iterator[None]:
+    """Raises BlockingIOError if it was not to wait, and somebody has it."""
+    with open(os.path.join(folder, "lock"), "a") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+class Killer:
+    """Kills a worker from outside, now and then; but not before the report has every fault that has come so far. Else a
+    worker that hangs, or is about to tell what it has survived, might be killed before anybody knows.
+    """
+
+    def __init__(self, once: str, every_s: float) -> None:
+        self._once = once
+        self._every_s = every_s
+        self._next = 0.0
+        self._random = random.Random(0)
+        self.kills = 0
+
+    def look(self, loader: DataLoader[Any], pids: list[int]) -> None:
+        """Between two batches."""
+        if time.monotonic() < self._next or not pids:
+            return
+        try:
+            with locked(self._once, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                come = {int(name.removeprefix("fault-")) for name in os.listdir(self._once) if name != "lock"}
+                if come <= shown(loader).keys():
+                    os.kill(self._random.choice(pids), signal.SIGKILL)
+                    self._next = time.monotonic() + self._every_s
+                    self.kills += 1
+        except (BlockingIOError, ProcessLookupError):
+            return  # a fault is coming right now, or that worker has just ended
+
+
+def shown(loader: DataLoader[Any]) -> dict[int, str]:
+    """The faults that the loader has reported, by index, each with its finding."""
+    found = {}
+    for incident in loader.incidents:
+        index = incident.index
+        if isinstance(index, int) and index in FAULTS and incident.finding.startswith(FAULTS[index][1]):
+            found[index] = incident.finding
+    return found
 
 
 @dataclass
@@ -72,9 +141,11 @@ def run(chosen: argparse.Namespace) -> int:
     calm_loader = _loader(Images(), chosen.workers, policy)
     calm = _train(calm_loader, chosen.epochs, quiet, None)
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as once:
-        _say(quiet, "The same run while workers segfault, abort, exit, hang, raise, and are killed from outside")
-        loader = _loader(Saboteur(Images(), FAULTS, once), chosen.workers, policy)
-        rough = _train(loader, chosen.epochs, quiet, chosen.every)
+        _say(quiet, "The same run while workers segfault, abort, exit, stop, hang, raise, and are killed from outside")
+        loader = _loader(Sabotaged(once), chosen.workers, policy)
+        killer = Killer(once, chosen.every)
+        rough = _train(loader, chosen.epochs, quiet, killer)
+    named = shown(loader)
     expected = SAMPLES * chosen.epochs
     proof = {
         "samples_expected": expected,
@@ -82,6 +153,8 @@ def run(chosen: argparse.Namespace) -> int:
         "duplicated": len(rough.ids) - sum(len(set(rough.ids[i : i + SAMPLES])) for i in range(0, expected, SAMPLES)),
         "same_order": rough.ids == calm.ids,
         "same_losses": rough.losses == calm.losses,
+        "faults": {f"{fault} at index {index}": named.get(index) for index, (fault, _) in FAULTS.items()},
+        "kills_from_outside": killer.kills,
         "workers_restarted": loader.stats()["restarts"],
         "seconds_calm": round(calm.seconds, 2),
         "seconds_rough": round(rough.seconds, 2),
@@ -92,6 +165,7 @@ def run(chosen: argparse.Namespace) -> int:
         proof["samples_delivered"] == expected
         and proof["duplicated"] == 0
         and bool(proof["same_order"] and proof["same_losses"])
+        and len(named) == len(FAULTS)
     )
     if chosen.json:
         print(json.dumps({"proof": proof, "calm": asdict(calm), "report": loader.report().to_dict()}, default=repr))
@@ -114,7 +188,7 @@ def _loader(dataset: Any, workers: int, policy: Policy) -> DataLoader[Any]:
     )
 
 
-def _train(loader: DataLoader[Any], epochs: int, quiet: bool, kill_every_s: float | None) -> Run:
+def _train(loader: DataLoader[Any], epochs: int, quiet: bool, killer: Killer | None) -> Run:
     """Train a small convolutional net. The same batches give the same losses, bit for bit."""
     torch.manual_seed(1)
     threads = torch.get_num_threads()
@@ -125,39 +199,23 @@ def _train(loader: DataLoader[Any], epochs: int, quiet: bool, kill_every_s: floa
     losses: list[float] = []
     began = time.monotonic()
     for epoch in range(epochs):
-        iterator = iter(loader)
-        weather = _weather(iterator, kill_every_s)
-        with weather if weather is not None else _calm():
-            for step, (index, images, labels) in enumerate(iterator):
-                loss = nn.functional.cross_entropy(model(images), labels)
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                ids += index.tolist()
-                losses.append(float(loss.detach()))
-                kills = loader.stats()["restarts"]
-                _progress(
-                    quiet, f"epoch {epoch + 1} of {epochs}, batch {step + 1}, loss {losses[-1]:.4f}, {kills} deaths"
-                )
+        iterator: Any = iter(loader)
+        for step, (index, images, labels) in enumerate(iterator):
+            loss = nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            ids += index.tolist()
+            losses.append(float(loss.detach()))
+            if killer is not None:
+                killer.look(loader, [worker.pid for worker in iterator._workers if worker.pid])
+            kills = loader.stats()["restarts"]
+            _progress(quiet, f"epoch {epoch + 1} of {epochs}, batch {step + 1}, loss {losses[-1]:.4f}, {kills} deaths")
         if not sys.stdout.isatty():
             _say(quiet, f"  epoch {epoch + 1} of {epochs}: loss {losses[-1]:.4f}, {loader.stats()['restarts']} deaths")
     torch.set_num_threads(threads)
     _say(quiet or not sys.stdout.isatty(), "")
     return Run(ids, losses, time.monotonic() - began)
-
-
-class _calm:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def _weather(iterator: Any, every_s: float | None) -> storm | None:
-    if every_s is None:
-        return None
-    return storm(lambda: [w.pid for w in iterator._workers if w.pid], every_s)
 
 
 def _say(quiet: bool, text: str) -> None:
@@ -175,6 +233,12 @@ def _tell(proof: dict[str, Any], losses: list[float]) -> None:
     print(f"  samples expected    {proof['samples_expected']}")
     print(f"  samples delivered   {proof['samples_delivered']}")
     print(f"  duplicated          {proof['duplicated']}")
+    known = [f"{fault} ({finding})" for fault, finding in proof["faults"].items() if finding]
+    missing = [fault for fault, finding in proof["faults"].items() if not finding]
+    print(wrapped(f"  faults named        {len(known)} of {len(FAULTS)}: {', '.join(known)}", margin=" " * 22))
+    if missing:
+        print(wrapped(f"  NOT NAMED           {', '.join(missing)}", margin=" " * 22))
+    print(f"  killed from outside {proof['kills_from_outside']}")
     print(f"  workers restarted   {proof['workers_restarted']}")
     print(f"  same order          {'yes' if proof['same_order'] else 'NO'}")
     same = "equal to the undisturbed run, bit for bit" if proof["same_losses"] else "NOT equal to the undisturbed run"

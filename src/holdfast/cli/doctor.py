@@ -15,22 +15,31 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from holdfast.cli import show
+from holdfast import __version__
+from holdfast.cli import columns, show, wrapped
 from holdfast.cli.apart import Died, Say, apart
 from holdfast.diagnose.fitness import Measured, check_dataset, percentile
 from holdfast.diagnose.forecast import Forecast, Setting, forecast, memory_forecast, recommend
-from holdfast.diagnose.libraries import check_process, native_threads, open_files, read_process
+from holdfast.diagnose.libraries import (
+    bug_report,
+    check_process,
+    file_positions,
+    fork_dangers,
+    native_threads,
+    read_process,
+)
 from holdfast.diagnose.machine import Machine, read_machine
 from holdfast.diagnose.machine_checks import Check, check_machine
-from holdfast.errors import legible
 from holdfast.pool.progress import is_terminal
 
 SCHEMA = 1
 _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
-_NAME_WIDTH = 18
+_NAME_WIDTH, _LABEL_WIDTH = 18, 14
+# On a narrower terminal, what follows a check begins further to the left.
+_WIDE = 80
 
 
 class BadInput(Exception):
@@ -43,6 +52,8 @@ class Diagnosis:
 
     machine: Machine
     groups: dict[str, tuple[Check, ...]]
+    about: dict[str, str]
+    """For a bug report."""
     measured: Measured | None = None
     expected: Forecast | None = None
     setting: Setting | None = None
@@ -110,7 +121,7 @@ def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagno
 
     machine = read_machine()
     workers = machine.cpus if chosen.workers is None else chosen.workers
-    threads, files = native_threads(), open_files()
+    threads, files = native_threads(), file_positions()
     measured = None
     dataset, expression, import_s = None, "", 0.0
     # Our JSON goes to stdout, so what the dataset prints goes to stderr.
@@ -122,21 +133,26 @@ def examine(chosen: argparse.Namespace, say: Say = lambda doing: None) -> Diagno
         cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         process = read_process(cuda=cuda, threads_before=threads, files_before=files)
         if chosen.dataset is not None:
+            before = file_positions()
             measured = _try_out(dataset, expression, import_s, chosen)
+            after = file_positions()
+            moved = tuple(path for path in process.open_files if before.get(path) != after.get(path))
+            process = replace(process, picklable=not measured.unpicklable, moved=moved if measured.samples else None)
     groups = {
         "machine": check_machine(machine, workers),
-        "libraries": check_process(process, workers, machine.cpus),
+        "libraries": check_process(process, workers, machine.cpus, measured is not None),
     }
+    about = bug_report(machine, process, __version__)
     if measured is None:
-        return Diagnosis(machine, groups)
-    groups["dataset"] = check_dataset(measured, workers)
+        return Diagnosis(machine, groups, about)
+    fork_safe = not fork_dangers(process)
+    groups["dataset"] = check_dataset(replace(measured, fork_safe=fork_safe), workers)
     if not measured.samples:
-        return Diagnosis(machine, groups, measured)  # there is no figure to forecast from
+        return Diagnosis(machine, groups, about, measured)  # there is no figure to forecast from
     expected = forecast(machine, measured, workers, chosen.batch_size)
     groups["dataset"] += (memory_forecast(expected),)
-    fork_safe = all(check.verdict == "ok" for check in groups["libraries"] if check.name == "fork-safety")
     setting = recommend(machine, measured, chosen.batch_size, fork_safe, chosen.workers)
-    return Diagnosis(machine, groups, measured, expected, setting)
+    return Diagnosis(machine, groups, about, measured, expected, setting)
 
 
 def _try_out(dataset: Any, expression: str, import_s: float, chosen: argparse.Namespace) -> Measured:
@@ -263,8 +279,13 @@ def _draw(found: Diagnosis, target: str | None) -> None:
         show("To paste")
         show("\n".join(f"  {line}" for line in found.setting.code.splitlines()))
         show()
-        show("\n".join(f"  {reason}" for reason in found.setting.reasons))
+        for reason in found.setting.reasons:
+            show(wrapped(reason, "  ", "    "))
         show()
+    show("For a bug report")
+    for name, text in found.about.items():
+        show(wrapped(text, f"  {name.ljust(_LABEL_WIDTH)} ", " " * (_LABEL_WIDTH + 3)))
+    show()
     problems, warnings = found.count("problem"), found.count("warning")
     show(f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}, {found.count('ok')} ok")
 
@@ -274,16 +295,17 @@ def _number(count: int, word: str) -> str:
 
 
 def _draw_check(check: Check) -> None:
-    verdict = check.verdict.ljust(7)
+    head = f"  {check.verdict.ljust(7)}  {check.name.ljust(_NAME_WIDTH)} "
+    margin = " " * (len(head) if columns() >= _WIDE else 4)
+    text = wrapped(check.says, head, margin)
     if is_terminal(sys.stdout) and not os.environ.get("NO_COLOR"):
-        verdict = f"\033[{_COLOURS[check.verdict]}m{verdict}\033[0m"
-    print(f"  {verdict}  {check.name.ljust(_NAME_WIDTH)} {legible(check.says)}")
+        text = text.replace(check.verdict, f"\033[{_COLOURS[check.verdict]}m{check.verdict}\033[0m", 1)
+    print(text)
     if check.verdict == "ok":
         return
-    margin = " " * (2 + 7 + 2 + _NAME_WIDTH + 1)
     for i, fact in enumerate(check.seen):
-        show(f"{margin}{'seen' if i == 0 else '    '}  {fact}")
-    show(f"{margin}try   {check.advice}")
+        show(wrapped(fact, f"{margin}{'seen' if i == 0 else '    '}  ", f"{margin}      "))
+    show(wrapped(check.advice, f"{margin}try   ", f"{margin}      "))
 
 
 def to_dict(found: Diagnosis, strict: bool = False) -> dict[str, Any]:
@@ -293,6 +315,7 @@ def to_dict(found: Diagnosis, strict: bool = False) -> dict[str, Any]:
         "exit_status": found.status(strict),
         "counts": {verdict: found.count(verdict) for verdict in _COLOURS},
         "checks": [{"group": name, **asdict(c)} for name, checks in found.groups.items() for c in checks],
+        "bug_report": found.about,
         "machine": {**asdict(found.machine), "cpus": found.machine.cpus, "memory_free": found.machine.memory_free},
     }
     if found.measured is not None:

@@ -17,15 +17,15 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli import show
+from holdfast.cli import show, wrapped
 from holdfast.cli.apart import start_child
 from holdfast.cli.doctor import BadInput, here_on_path, make_dataset
+from holdfast.cli.explain import incident_files, incidents_of
 from holdfast.diagnose.finding import Again
-from holdfast.diagnose.run_folder import INCIDENT, from_pickle, from_text
+from holdfast.diagnose.run_folder import from_pickle, from_text
 from holdfast.errors import legible
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.linux import signal_name
-from holdfast.system.run_files import records_of
 
 if TYPE_CHECKING:
     from holdfast.loader.seeds import Seeder
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 # With these findings the sample may end or hang the process that loads it.
 _DEADLY = ("worker-", "hang-", "sample-hung", "poison-sample", "fork-after-threads")
 
+# Incidents of a folder that are listed beside the one that is loaded.
+_LISTED = 10
+
 _TRUST = "opening it may run any code; add --trust if only you could have written it"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="trainer-*.jsonl of a run with HOLDFAST_RUN_DIR=folder")
+    parser.add_argument("file", help="the folder of a run with HOLDFAST_RUN_DIR=folder, or a trainer-*.jsonl of it")
     parser.add_argument(
-        "--incident", type=int, help="the incident's number in the file (by default the last one with a sample)"
+        "--incident", type=int, help="the incident's number in the file (by default the newest one with a sample)"
     )
     parser.add_argument(
         "--dataset", metavar="module:name", help="make the dataset anew instead of opening the one beside the file"
@@ -54,9 +57,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """0: it loads now. 1: it failed again. 2: bad input."""
-    file = Path(chosen.file)
     try:
-        incident = _incident(file, chosen.incident)
+        file, incident = _incident(Path(chosen.file), chosen.incident)
         again = _again(incident["again"], chosen.trust)
         with here_on_path():
             dataset = _dataset(file, chosen.dataset, chosen.trust)
@@ -72,18 +74,41 @@ def run(chosen: argparse.Namespace) -> int:
     return _load(dataset, again)
 
 
-def _incident(file: Path, number: int | None) -> dict[str, Any]:
-    try:
-        incidents = [record for record in records_of(file) if record["record"] == INCIDENT]
-    except OSError as error:
-        raise BadInput(f"cannot read {file}: {error}") from error
-    loadable = [i for i in incidents if _is_loadable(i)]
-    found = [i for i in loadable if number is None or i["number"] == number]
+def _incident(place: Path, number: int | None) -> tuple[Path, dict[str, Any]]:
+    """The newest incident with a sample, and its file. If a folder has several, the others are listed."""
+    count, found = 0, []
+    for file in incident_files(place):
+        try:
+            incidents = incidents_of(file)
+        except (OSError, ValueError, RecursionError) as error:
+            if not place.is_dir():
+                raise BadInput(f"cannot read {file}: {error}") from error
+            show(f"left out {file}: {error}", sys.stderr)
+            continue
+        count += len(incidents)
+        found += [(file, one) for one in incidents if _is_loadable(one) and number in (None, one["number"])]
     if not found:
         which = f"no incident {number} with a sample" if number is not None else "no incident with a sample"
-        raise BadInput(f"{which} in {file}; it has {len(incidents)} incidents")
-    last: dict[str, Any] = found[-1]
-    return last
+        raise BadInput(f"{which} in {place}; it has {count} incidents")
+    found.sort(key=lambda one: _when(one[1]))
+    if place.is_dir() and len(found) > 1:
+        _list_others(found[:-1])
+    return found[-1]
+
+
+def _when(incident: dict[str, Any]) -> float:
+    at = incident.get("at")
+    return at if isinstance(at, int | float) else 0.0
+
+
+def _list_others(others: list[tuple[Path, dict[str, Any]]]) -> None:
+    """Those that were not chosen, the newest first, with what to type for each."""
+    show(f"This is the newest of {len(others) + 1} incidents with a sample. The others:")
+    for file, incident in others[: -_LISTED - 1 : -1]:
+        show(wrapped(f"holdfast repro {file} --incident {incident['number']}: {incident['headline']}", "  ", "      "))
+    if len(others) > _LISTED:
+        show(f"  and {len(others) - _LISTED} older ones")
+    show()
 
 
 def _is_loadable(incident: Any) -> bool:

@@ -81,11 +81,11 @@ def lines_of(parts: list[RunPart], before: dict[str, RunPart], now: float) -> li
         lines.append(f"  {stats.restarts} workers restarted, {trouble}, {stats.retries} retries{last}")
         for w in stats.per_worker:
             busy = w.busy_s / max(w.busy_s + w.waiting_s, 1e-9)
-            lines.append(
-                f"  worker {w.worker:<3} {done_by(stats, w):>18}  busy {busy:4.0%}  "
-                f"grown {w.memory_bytes / 2**20:6.0f} MiB (peak {w.peak_bytes / 2**20:.0f})  "
-                f"{w.descriptors:.0f} descriptors"
-            )
+            line = f"  worker {w.worker:<3} {done_by(stats, w):>18}  busy {busy:4.0%}"
+            if w.descriptors:  # (every process has some: the keeper has looked at this one)
+                line += f"  grown {w.memory_bytes / 2**20:6.0f} MiB (peak {w.peak_bytes / 2**20:.0f})"
+                line += f"  {w.descriptors:.0f} descriptors"
+            lines.append(line)
         for name, figures in (stats.caches if isinstance(stats, LoaderStats) else {}).items():
             lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
     return lines

@@ -19,6 +19,7 @@ logs/            what the lines of such logs look like
   torch            torch's DataLoader, and the launchers of ranks
   clusters         schedulers, containers, Ray, Spark
   system           the kernel, and the error texts of the system
+  own              Holdfast's own errors and log lines
 
 machine_checks   checks the machine before a run
 machine          what this machine grants: processors, memory, limits

@@ -82,6 +82,8 @@ class Measured:
     pickled_bytes: int | None = None
     unpicklable: str = ""
     start_method: str = "fork"
+    fork_safe: bool = True
+    """Nothing that this process has started breaks in a fork of it."""
     cut_short: bool = False
 
     @property
@@ -186,14 +188,12 @@ def loads(measured: Measured, workers: int) -> Check:
 def picklable(measured: Measured, workers: int) -> Check:
     """Forked workers inherit the dataset; all others unpickle it. From Python 3.14 on nothing is forked by default."""
     if measured.unpicklable:
-        return Check(
-            "picklable",
-            "warning" if measured.start_method == "fork" else "problem",
-            "the dataset cannot be pickled: it works in forked workers only",
-            (measured.unpicklable,),
-            "open such things at the first __getitem__, or leave them out by __getstate__; until then: "
-            "multiprocessing_context='fork'",
-        )
+        forked = measured.start_method == "fork"
+        advice = "open such things at the first __getitem__, or leave them out by __getstate__"
+        if not forked and measured.fork_safe:
+            advice += "; until then: multiprocessing_context='fork'"
+        says = "the dataset cannot be pickled: it works in forked workers only"
+        return Check("picklable", "warning" if forked else "problem", says, (measured.unpicklable,), advice)
     assert measured.pickled_bytes is not None
     return Check("picklable", "ok", f"{size(measured.pickled_bytes)} pickled")
 
@@ -259,7 +259,7 @@ def growth(measured: Measured, workers: int) -> Check | None:
         return Check("memory-growth", "ok", f"{size(max(0, total))} over {len(life)} samples", seen)
     epoch = "" if measured.length is None else f", {size(each * measured.length / max(1, workers))} an epoch and worker"
     says = f"a worker grows by {size(each)} with each sample{epoch}"
-    advice = 'find what the dataset keeps (caches, lists); meanwhile bound it: Policy(worker_memory="4GiB")'
+    advice = "find what the dataset keeps (caches, lists); meanwhile bound it by Policy(worker_memory=...), see below"
     return Check("memory-growth", "warning", says, seen, advice)
 
 

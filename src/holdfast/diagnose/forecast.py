@@ -55,6 +55,8 @@ class Setting:
     batch_size: int
     context: str | None = None
     policy: dict[str, Any] = field(default_factory=dict)
+    ragged: bool = False
+    """The default collate cannot stack these samples: a collate_fn is missing."""
     reasons: tuple[str, ...] = ()
 
     @property
@@ -65,6 +67,7 @@ class Setting:
         if self.num_workers:
             lines.append(f"    prefetch_factor={self.prefetch_factor},")
             lines += [f'    multiprocessing_context="{self.context}",'] if self.context else []
+        lines += ["    collate_fn=YOUR_FUNCTION,"] if self.ragged else []
         inside = ", ".join(f"{name}={json.dumps(value)}" for name, value in self.policy.items())
         return "\n".join([*lines, f"    policy=holdfast.Policy({inside}),", ")"])
 
@@ -108,22 +111,29 @@ def memory_forecast(expected: Forecast) -> Check:
     if expected.total_bytes <= expected.free_bytes * _SHARE:
         return Check("memory-forecast", "ok", says, tuple(seen))
     fitting = _fitting(expected)
-    advice = f"fewer workers or smaller batches: num_workers={fitting}, prefetch_factor={expected.prefetch}"
+    advice = f"num_workers={fitting} at most, or smaller batches (batch_size)"
+    if fitting == 1 and _each(expected) + expected.growth_bytes > expected.free_bytes * _SHARE:
+        advice = "smaller batches or samples: not even one worker fits (batch_size, prefetch_factor=1)"
     over = expected.total_bytes > expected.free_bytes
     return Check("memory-forecast", "problem" if over else "warning", says, tuple(seen), advice)
 
 
 def _fitting(expected: Forecast) -> int:
     """How many workers fit; one at least."""
-    each = (expected.total_bytes - expected.growth_bytes) / max(1, expected.workers)
+    each = _each(expected)
     room = expected.free_bytes * _SHARE - expected.growth_bytes
     return max(1, int(room / each)) if each else max(1, expected.workers)
+
+
+def _each(expected: Forecast) -> float:
+    """What one worker needs, with its batches."""
+    return (expected.total_bytes - expected.growth_bytes) / max(1, expected.workers)
 
 
 def recommend(
     machine: Machine, measured: Measured, batch_size: int, fork_safe: bool, workers: int | None = None
 ) -> Setting:
-    """`workers`: what the user asked for; it is kept where it fits."""
+    """`workers`: what the user asked for; it is kept where it fits into memory and processors."""
     reasons: list[str] = []
     count = _workers(machine, measured, batch_size, workers, reasons)
     prefetch = _prefetch(machine, measured, batch_size, count, reasons)
@@ -131,7 +141,14 @@ def recommend(
     if not fork_safe and not measured.unpicklable and measured.start_method == "fork":
         context = "forkserver"
         reasons.append('multiprocessing_context="forkserver": this process is not safe to fork (see fork-safety)')
-    return Setting(count, prefetch, batch_size, context, _policy(machine, measured, count, reasons), tuple(reasons))
+    if fork_safe and measured.unpicklable and measured.start_method != "fork":
+        context = "fork"
+        reasons.append('multiprocessing_context="fork": the dataset cannot be pickled (see picklable)')
+    policy = _policy(machine, measured, count, reasons)
+    ragged = len({sample.shape for sample in measured.samples}) > 1
+    if ragged:
+        reasons.append("collate_fn: samples have different shapes (see shapes)")
+    return Setting(count, prefetch, batch_size, context, policy, ragged, tuple(reasons))
 
 
 def _workers(machine: Machine, measured: Measured, batch_size: int, asked: int | None, reasons: list[str]) -> int:
@@ -139,6 +156,8 @@ def _workers(machine: Machine, measured: Measured, batch_size: int, asked: int |
     spare = 1 if cpus > 2 else 0
     count = asked if asked is not None else cpus - spare
     why = "as asked" if asked is not None else f"{cpus} usable processors" + (", one for the trainer" if spare else "")
+    if count > cpus:
+        count, why = cpus, f"{count} were asked for, and {cpus} processors are usable"
     fitting = _fitting(forecast(machine, measured, max(1, count), batch_size))
     if measured.samples and fitting < count:
         count, why = fitting, f"more would not fit into {size(machine.memory_free)} of free memory"

@@ -3,6 +3,7 @@
 `incident_of` asks the rules about a case, and puts case and finding into words.
 """
 
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +17,9 @@ from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
 from holdfast.system.snapshot import Snapshot
 
+# Letters of a line in the log: with "WARNING:holdfast:" before it, it fits 120 columns. At least so many are the
+# headline's, and the beginning of why it happened is not worth fewer.
+LINE, _LEAST, _LEAST_WHY = 103, 50, 40
 # Letters of a text, and of a stack, in an incident: an exception may have megabytes, and incidents are kept and logged.
 TEXT, _STACK = 4000, 40_000
 _OUR_FRAMES = ("/holdfast/loader/loader_job.py", "/holdfast/pool/pool_job.py", "/holdfast/local/worker/worker_loop.py")
@@ -70,9 +74,24 @@ class Incident:
 
     @property
     def line(self) -> str:
-        """For the log: everything but the stack, in one line."""
-        line = f"{self.headline} [{self.finding}] {self.says}; {self.did or 'nothing done'}"
-        return legible(line).replace("\n", "\\n")
+        """For the log: what happened, to which sample, what was done, as much as fits. The report has the rest."""
+        texts = (self.headline, self.says, self.did)
+        headline, says, did = (legible(text).replace("\n", "\\n") for text in texts)
+        return _fitted(headline, f" [{self.finding}]", says, did)
+
+
+def _fitted(headline: str, finding: str, says: str, did: str) -> str:
+    """The first of these that fits into LINE letters: all; without batch and attempt; a part of why; without why."""
+    brief = re.sub(r" \([^()]*\)$", "", headline)
+    first = re.split(r"(?<!nothing)[,;:] ", did)[0]
+    done, shorter = (f"; {text}" if text else "" for text in (did, first))
+    room = LINE - len(f"{brief}{finding} ...{shorter}")
+    lines = [f"{headline}{finding} {says}{done}", f"{brief}{finding} {says}{done}", f"{brief}{finding} {says}{shorter}"]
+    lines += [f"{brief}{finding} {says[:room]}...{shorter}"] if room >= _LEAST_WHY else []
+    lines += [f"{text}{finding}{end}" for text in (headline, brief) for end in (done, shorter)]
+    cut = f"{brief[: max(_LEAST, LINE - len(finding) - len(shorter) - 3)]}...{finding}{shorter}"
+    lines += [cut, f"{cut[: LINE - 3]}..."]
+    return next(line for line in lines if len(line) <= LINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +291,8 @@ def where(case: Case) -> str:
     """ "while loading index 4711 (batch 88, attempt 2)": the same words everywhere."""
     if case.worker == TRAINER:
         return f"(pid {case.pid})"
+    if case.what is What.BOOT or case.cause is Cause.UNBORN:
+        return ""  # "could not start" says it
     if case.task is None:
         if case.stage in (Stage.BOOT, Stage.INIT):
             return "while starting"

@@ -65,7 +65,7 @@ def size(count: float | None) -> str:
     return f"{count:.1f} TiB"
 
 
-def _pair(limit: Limit) -> str:
+def pair(limit: Limit) -> str:
     soft, hard = ("unlimited" if value is None else str(value) for value in limit)
     return f"soft {soft}, hard {hard}"
 
@@ -84,7 +84,7 @@ def processors(machine: Machine, workers: int) -> Check:
             "warning",
             f"{workers} workers on {machine.cpus} usable processors take turns",
             tuple(seen),
-            f"give the job more processors, or set num_workers={machine.cpus}",
+            f"give the job more processors, or set num_workers={machine.cpus} at most",
         )
     if machine.cpus < machine.cpus_online:
         says = f"{machine.cpus} usable, though os.cpu_count() may say {machine.cpus_online}"
@@ -111,7 +111,8 @@ def memory_limit(machine: Machine, workers: int) -> Check:
     """The cgroup's limit: beyond it the kernel kills a process by SIGKILL, without a message."""
     limit, used = machine.cgroup.memory_limit, machine.cgroup.memory_used
     if limit is None or (machine.memory_total and limit >= machine.memory_total):
-        return Check("memory-limit", "ok", "no cgroup limit below the host's memory")
+        found = "no cgroup limit below the host's memory" if machine.cgroup.version else "no cgroup can be read"
+        return Check("memory-limit", "ok", found)
     seen = (f"{size(used)} used of {size(limit)} (cgroup v{machine.cgroup.version}, file cache not counted)",)
     if used > limit * _NEARLY_FULL:
         return Check(
@@ -132,7 +133,7 @@ def _next_gib(limit: int) -> int:
 def descriptors(machine: Machine, workers: int) -> Check:
     """Open files. Holdfast's workers raise their own soft limit; the trainer keeps the one it was given."""
     soft, hard = machine.nofile
-    seen = (_pair(machine.nofile),)
+    seen = (pair(machine.nofile),)
     if soft is None or soft >= _FEW_FILES:
         return Check("descriptors", "ok", f"{'unlimited' if soft is None else soft} open files", seen)
     command = f"in the shell that starts the training: ulimit -n {min(65_536, hard) if hard is not None else 65_536}"
@@ -167,7 +168,13 @@ def processes(machine: Machine, workers: int) -> Check:
         return Check("processes", "problem", says, seen_all, f"raise it: {command}")
     if left < needed + workers * machine.cpus_online:
         says = f"room for {left} more: libraries that start a thread per processor in each worker may not fit"
-        return Check("processes", "warning", says, seen_all, f"raise it ({command}), or: export OMP_NUM_THREADS=1")
+        return Check(
+            "processes",
+            "warning",
+            says,
+            seen_all,
+            f"raise it ({command}), or let libraries start fewer threads (OMP_NUM_THREADS)",
+        )
     return Check("processes", "ok", f"room for {left} more", seen_all)
 
 
@@ -185,7 +192,7 @@ def address_space(machine: Machine, workers: int) -> Check:
         )
     if data is not None:
         says = f"memory that is allocated is limited to {size(data)}, and a forked worker counts what it inherited"
-        advice = 'limit workers by Policy(worker_memory="4GiB") instead, and type: ulimit -d unlimited'
+        advice = "limit workers by Policy(worker_memory=...) instead, and type: ulimit -d unlimited"
         return Check("address-space", "warning", says, seen, advice)
     return Check("address-space", "ok", "not limited", seen)
 
@@ -201,7 +208,8 @@ def overcommit(machine: Machine, workers: int) -> Check:
         "problem" if short else "warning",
         "strict accounting: each forked worker is charged all of the trainer's memory",
         (f"{size(machine.commit_left)} may still be promised", f"{workers} forks of this process: {size(wanted)}"),
-        "multiprocessing_context='forkserver', or as root: sysctl vm.overcommit_memory=0",
+        "as root: sysctl vm.overcommit_memory=0; or, if the dataset can be pickled, "
+        "multiprocessing_context='forkserver'",
     )
 
 
@@ -250,12 +258,12 @@ def tracing(machine: Machine, workers: int) -> Check:
     scope = machine.ptrace_scope
     seen = (f"kernel.yama.ptrace_scope: {'absent' if scope is None else scope}",)
     if scope in (None, 0) or (machine.root and scope != 3):
-        return Check("tracing", "ok", "py-spy can attach", seen)
+        return Check("tracing", "ok", "ptrace_scope lets py-spy attach", seen)
     if scope == 3:
         says = "nothing can attach to a running worker until the next boot; Holdfast's own stack dumps still work"
         advice = "to allow py-spy, set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and type: reboot"
         return Check("tracing", "warning", says, seen, advice)
-    return Check("tracing", "ok", "py-spy can attach with sudo: sudo py-spy dump --pid PID", seen)
+    return Check("tracing", "ok", "py-spy needs sudo: sudo py-spy dump --pid PID", seen)
 
 
 ALL: tuple[MachineCheck, ...] = (

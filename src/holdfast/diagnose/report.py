@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.diagnose.finding import Finding
 from holdfast.diagnose.incident import as_dict
+from holdfast.diagnose.libraries import without_parts
 from holdfast.diagnose.narrator import Record
 from holdfast.diagnose.run_folder import for_json
 from holdfast.diagnose.stats import LoaderStats, Stats, done_by, summary, to_dict
@@ -49,7 +50,7 @@ class Report:
 
     def __str__(self) -> str:
         s = self._stats
-        lines = ["Holdfast report", f"  {summary(s)}"]
+        lines = [f"Holdfast report{without_parts()}", f"  {summary(s)}"]
         if isinstance(s, LoaderStats) and s.device_waited_share is not None:
             lines.append(f"  the device waited for data {s.device_waited_share:.1%} of {s.device_ran_s:.1f} s")
         lines += [line for name in self._findings() for line in self._folded(name)]
@@ -70,12 +71,13 @@ class Report:
 
     def _resources(self) -> list[str]:
         """A line for each worker, and for each cache."""
-        lines = [
-            f"  worker {w.worker}: {done_by(self._stats, w)}, {w.bytes_sent / 2**20:.0f} MiB sent, busy "
-            f"{w.busy_s:.1f} s, waited {w.waiting_s:.1f} s; grew by {w.peak_bytes / 2**20:.0f} MiB at most, "
-            f"{w.descriptors:.0f} descriptors"
-            for w in self._stats.per_worker
-        ]
+        lines = []
+        for w in self._stats.per_worker:
+            line = f"  worker {w.worker}: {done_by(self._stats, w)}, {w.bytes_sent / 2**20:.0f} MiB sent, busy "
+            line += f"{w.busy_s:.1f} s, waited {w.waiting_s:.1f} s"
+            if w.descriptors:  # every process has some: none means that nobody has looked at this one
+                line += f"; grew by {w.peak_bytes / 2**20:.0f} MiB at most, {w.descriptors:.0f} descriptors"
+            lines.append(line)
         caches = self._stats.caches if isinstance(self._stats, LoaderStats) else {}
         for name, figures in caches.items():
             lines.append(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))

@@ -22,6 +22,7 @@ from typing import IO, Any
 import cloudpickle
 
 from holdfast.diagnose.stats import Stats, to_dict
+from holdfast.policy import warn_of_misspelt
 from holdfast.remote_exception import shown, text_of
 from holdfast.system.procfs import command
 from holdfast.system.run_files import AppendLog, open_new
@@ -159,6 +160,7 @@ class RunFolder:
     @classmethod
     def from_environment(cls, kind: str, dataset: object = None) -> "RunFolder | None":
         """None when nobody wants it."""
+        warn_of_misspelt(os.environ)
         folder = os.environ.get("HOLDFAST_RUN_DIR")
         return cls(folder, kind, dataset) if folder else None
 

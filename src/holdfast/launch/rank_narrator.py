@@ -128,14 +128,13 @@ def too_many(nprocs: int, machine: Machine, method: str, own_bytes: int) -> list
     if nprocs > machine.cpus:
         quota = "" if machine.cgroup.cpus is None else f", cgroup quota {machine.cgroup.cpus:g}"
         found.append(
-            f"{nprocs} ranks share {machine.cpus} processors (affinity {machine.cpus_allowed}{quota}), so each waits "
-            f"for the others; nprocs={machine.cpus} fits"
+            f"{nprocs} ranks share {machine.cpus} processors (affinity {machine.cpus_allowed}{quota}); "
+            f"nprocs={machine.cpus} fits"
         )
     wanted = nprocs * own_bytes
     if method != "fork" and wanted > machine.memory_free:
         found.append(
-            f"{nprocs} ranks may take {wanted >> 20} MiB at their start (this process holds {own_bytes >> 20} MiB), "
-            f"but {machine.memory_free >> 20} MiB are free, so the kernel may kill one; "
+            f"{nprocs} ranks may take {wanted >> 20} MiB at their start, {machine.memory_free >> 20} MiB are free; "
             f"nprocs={max(1, machine.memory_free // max(1, own_bytes))} fits"
         )
     return found

@@ -135,7 +135,7 @@ def system_call(pid: int) -> SystemCall:
         return SystemCall()  # gone, or not ours to look at
     if not words or words[0] in ("running", "-1"):
         return SystemCall("running")
-    name = _CALLS.get(platform.machine(), {}).get(int(words[0]), f"system call {words[0]}")
+    name = _CALLS.get(platform.machine(), {}).get(int(words[0]), f"number {words[0]}")
     numbers: list[int] = []
     if name in _ON_DESCRIPTOR and len(words) > 1:
         numbers = [int(words[1], 16) & 0xFFFFFFFF]

@@ -153,15 +153,12 @@ def _narrow(folder: int, about: os.stat_result, path: Path) -> None:
     here, rights = f"/proc/self/fd/{folder}", stat.S_IMODE(about.st_mode)
     try:
         if rights & stat.S_ISVTX or _holds_other_things(here):
-            warn(
-                f"{path} is open to other users ({rights:04o}) and holds more than files of Holdfast: it keeps its "
-                "rights, and the files of Holdfast there are 0600; better name a folder of its own"
-            )
+            warn(f"{path} is open to other users ({rights:04o}) and keeps its rights: name a folder of its own")
             return
         os.chmod(here, rights & ~_OTHERS)
-        warn(f"{path} was open to other users ({rights:04o}) and is yours alone now ({rights & ~_OTHERS:04o})")
+        warn(f"{path} was open to other users ({rights:04o}): now {rights & ~_OTHERS:04o}")
     except OSError as error:
-        warn(f"{path} is open to other users ({rights:04o}) and cannot be made yours alone: {error}")
+        warn(f"{path} is open to other users ({rights:04o}) and stays so: {error.strerror}")
 
 
 def _holds_other_things(folder: str) -> bool:

@@ -16,10 +16,10 @@ AROUND = 45
 class Clue:
     """One kind of line.
 
-    `pattern` is searched anywhere in a line; its named groups may be used in `says` and
-    `advice`. `above` and `below` must be found
-    in the lines around it, when given. Clues of a family stand from the most to the least specific: the first that
-    fits takes the line. `supports` marks a line that means something only beside another of the same finding.
+    `pattern` is searched anywhere in a line. `above` and `below` must be found in the lines around it, when given. The
+    named groups of all three may be used in `name`, `says` and `advice`; the group `pid` is also compared. Clues of a
+    family stand from the most to the least specific: the first that fits takes the line. `supports` marks a line that
+    means something only beside another of the same finding.
     """
 
     name: str

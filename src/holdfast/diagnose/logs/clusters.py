@@ -4,8 +4,8 @@ from holdfast.diagnose.logs import Clue, Family
 
 _LESS_MEMORY = "fewer workers, a smaller prefetch_factor or batch; or ask the scheduler for more memory"
 _RESUME = (
-    "ask for more time, or save and resume: with Holdfast, SIGTERM drains the loader and state_dict() resumes at the "
-    "next batch"
+    "ask for more time, and save a checkpoint when the warning comes: with Holdfast the workers go on after SIGTERM, "
+    "so a handler of the trainer can still save"
 )
 _EXIT = (
     r"\b(?:exit(?:ed)?(?: (?:with|with a non-zero|is))*[ _]?(?:status|code)|status code|[Ee]xit ?Code\"?)(?: is)?[:= ]*"
@@ -250,7 +250,8 @@ SPARK = Family(
     (
         Clue(
             name="jvm-interrupted",
-            pattern=r"\bjava\.lang\.InterruptedException\b|\bClosedByInterruptException\b|\bTaskKilledException\b",
+            pattern=r"\bjava\.lang\.InterruptedException\b|\b[Jj]ava [Ii]nterrupted ?[Ee]xception\b|"
+            r"\bClosedByInterruptException\b|\bTaskKilledException\b",
             says="the JVM interrupted its own task thread: the task was cancelled, its stage failed, a timeout ran "
             "out, its executor went, or it was pre-empted. Python raised nothing like it: this follows, it is not why",
             advice=_WHO_INTERRUPTED,

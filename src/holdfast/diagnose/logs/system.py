@@ -20,6 +20,17 @@ _PICKLE = (
     "lambdas, and open files, locks and connections in the worker. Holdfast ships functions with cloudpickle"
 )
 
+_OWN_HANDLE = (
+    "open the file in each worker, at its first sample (holdfast.FileCache does). To see whether the file is well, "
+    "read all of it in one process: h5dump FILE > /dev/null, or num_workers=0"
+)
+
+_POOL = (
+    "look for that process's own last words, and in dmesg: memory, a crash in native code (PYTHONFAULTHANDLER=1), "
+    "os._exit; or a main script without `if __name__ == '__main__':`. In a holdfast.Pool only the task that did it "
+    "fails, and its error says why"
+)
+
 _LIMITS = (
     Clue(
         name="cannot-start-process",
@@ -52,7 +63,8 @@ _LIMITS = (
     ),
     Clue(
         name="cannot-start-process",
-        pattern=r"\[Errno 11\] Resource temporarily unavailable",
+        pattern=r"\bResource temporarily unavailable\b",
+        above=r"\A(?![\s\S]*unable to lock file, errno = 11,\s*\Z)",
         says="EAGAIN: most often a limit of processes or threads; never one of open files",
         advice=_PROCESSES + ". If it came from a socket or a locked file, it only means: try again",
         confidence="possible",
@@ -85,6 +97,23 @@ _LIMITS = (
 )
 
 _DATA = (
+    Clue(
+        name="handle-shared-by-fork",
+        pattern=r"\binflate\(\) failed",
+        above=r"in DataLoader worker process|\bForkPoolWorker-\d|\bProcess-\d",
+        says="HDF5 read compressed bytes that are not those that were written, in a worker: mostly a file that was "
+        "opened before the workers were forked, else a damaged file",
+        advice=_OWN_HANDLE,
+        confidence="likely",
+    ),
+    Clue(
+        name="handle-shared-by-fork",
+        pattern=r"\binflate\(\) failed",
+        says="HDF5 read compressed bytes that are not those that were written: the file is damaged or being written, "
+        "or processes or threads share one open handle of it",
+        advice=_OWN_HANDLE,
+        confidence="possible",
+    ),
     Clue(
         name="stale-file",
         pattern=r"\[Errno 116\]|Stale (?:NFS )?file handle",
@@ -136,6 +165,32 @@ _MEMORIES = (
 )
 
 _PYTHON = (
+    Clue(
+        name="main-not-guarded",
+        pattern=r"An attempt has been made to start a new process before the|finished its bootstrapping phase",
+        says="the main script starts processes while a new process imports it (spawn or forkserver)",
+        advice="put what the script does, not what it defines, under `if __name__ == '__main__':`",
+    ),
+    Clue(
+        name="value-not-picklable",
+        pattern=r"A task has failed to un-serialize",
+        says="what was sent to a worker process could not be unpickled there",
+        advice=_PICKLE,
+    ),
+    Clue(
+        name="worker-killed",
+        pattern=r"The exit codes of the workers are \{[^}]*SIGKILL",
+        says="a worker process of joblib (loky) was ended by SIGKILL; the kernel for memory is the usual one",
+        advice="dmesg -T | grep -i oom; fewer processes (n_jobs) if it was memory",
+    ),
+    Clue(
+        name="worker-exited",
+        pattern=r"\bBrokenProcessPool\b|[Pp]rocess (?:in the process pool was )?terminated abruptly|"
+        r"\bTerminatedWorkerError\b",
+        says="a process of the pool is gone, and so all its tasks fail; Python does not say which task it was, nor why",
+        advice=_POOL,
+        confidence="possible",
+    ),
     Clue(
         name="value-not-picklable",
         pattern=r"Can't pickle (?:local object )?\S+|Can't get local object \S+|TypeError: cannot pickle \S+|"
@@ -200,8 +255,8 @@ _PYTHON = (
     ),
     Clue(
         name="worker-killed",
-        pattern=r"^[ \t]*Killed\s*$|: line \d+:\s+\d+ Killed\b",
-        says="the shell reports a process ended by SIGKILL; most often the kernel did it for memory",
+        pattern=r"^[ \t]*Killed\s*$|^\W*SIGKILL\W*$|\b[Ss]ignal:? (?:9\b|SIGKILL\b)|: line \d+:\s+\d+ Killed\b",
+        says="a process was ended by SIGKILL (signal 9); most often the kernel did it for memory",
         advice="dmesg -T | grep -i oom; the scheduler's log",
     ),
 )

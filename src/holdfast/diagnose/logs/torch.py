@@ -2,7 +2,9 @@
 
 from holdfast.diagnose.logs import Clue, Family
 
-_KILLED = r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) is killed by signal: "
+# (people who quote it write XXX for the pid, and old shells a number for the signal)
+_WORKER = r"DataLoader worker \(pid\(?s?\)? ?(?P<pid>[\w, ]+)\) "
+_KILLED = _WORKER + r"is killed by signal: "
 _CAUGHT = r"Caught (?P<error>[\w.]+) in DataLoader worker process (?P<worker>\d+)"
 _TRANSPORT = (
     "raise the limit (ulimit -n 65536), keep clones of the batches you hold on to, fewer workers. "
@@ -22,26 +24,26 @@ _SAMPLE = "the traceback below it is the worker's own. Holdfast raises the error
 _DEATHS = (
     Clue(
         name="worker-killed",
-        pattern=_KILLED + "Killed",
+        pattern=_KILLED + r"(?:Killed|9\b)",
         says="a worker was ended by SIGKILL. Who sent it is not in this line; the kernel for memory is the usual one",
         advice="dmesg -T | grep -i -E 'oom|killed process', or the scheduler's log; fewer workers or a smaller "
         "prefetch_factor if it was memory",
     ),
     Clue(
         name="worker-terminated",
-        pattern=_KILLED + "Terminated",
+        pattern=_KILLED + r"(?:Terminated|15\b)",
         says="a worker was sent SIGTERM: somebody asked it to stop (a scheduler, a launcher, a person)",
         advice="look for who ends the job: time limit, pre-emption, or another rank that failed first",
     ),
     Clue(
         name="worker-segfault",
-        pattern=_KILLED + r"Segmentation fault|Unexpected segmentation fault encountered in worker",
+        pattern=_KILLED + r"(?:Segmentation fault|11\b)|Unexpected segmentation fault encountered in worker",
         says="native code in a worker crashed (SIGSEGV)",
         advice=_CRASH,
     ),
     Clue(
         name="worker-aborted",
-        pattern=_KILLED + "Aborted",
+        pattern=_KILLED + r"(?:Aborted|6\b)",
         says="a native library in a worker gave up (SIGABRT)",
         advice="it usually says why in the lines before (an assertion, malloc, std::terminate). " + _CRASH,
     ),
@@ -54,20 +56,20 @@ _DEATHS = (
     ),
     Clue(
         name="worker-bus-error",
-        pattern=_KILLED + "Bus error",
+        pattern=_KILLED + r"(?:Bus error|7\b)",
         says="a worker died of SIGBUS: a page it had mapped could not be had; nearly always /dev/shm is full, else a "
         "mapped file was cut short",
         advice="df -h /dev/shm while it runs. " + _SHM,
     ),
     Clue(
         name="worker-illegal-instruction",
-        pattern=_KILLED + "Illegal instruction",
+        pattern=_KILLED + r"(?:Illegal instruction|4\b)",
         says="a worker met an instruction this processor does not have (SIGILL)",
         advice="install a build made for this processor",
     ),
     Clue(
         name="worker-arithmetic-fault",
-        pattern=_KILLED + "Floating point exception",
+        pattern=_KILLED + r"(?:Floating point exception|8\b)",
         says="native code in a worker divided an integer by zero (SIGFPE)",
         advice=_CRASH,
     ),
@@ -79,7 +81,7 @@ _DEATHS = (
     ),
     Clue(
         name="worker-exited",
-        pattern=r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) exited unexpectedly",
+        pattern=_WORKER + "exited unexpectedly",
         says="a worker is gone, and torch noticed only that; the reason is elsewhere",
         advice="look at the worker's own output just before (in a notebook: the terminal that runs Jupyter), and dmesg",
         confidence="possible",
@@ -235,7 +237,7 @@ _OOM = "dmesg -T | grep -i oom, the scheduler's log; fewer ranks or workers per 
 
 # How a launcher says that signal N ended a rank: spawn, torchrun (twice), subprocess, deepspeed.
 _ENDED = (
-    r"process (?P<rank>\d+) terminated with signal {name}\b|exitcode\s*: -{number}\b|"
+    r"process (?P<rank>\d+) terminated with signal {name}\b|exitcode\s*: -{number}\b(?: \(pid: (?P<pid>\d+)\))?|"
     r"Signal {number} \({name}\) received by PID|died with <Signals\.{name}\b|exits with return code = -{number}\b"
 )
 
@@ -280,6 +282,14 @@ DISTRIBUTED = Family(
             pattern=r"process (?P<rank>\d+) terminated with exit code (?P<code>\d+)",
             says="rank {rank} ended with status {code} without a traceback",
             advice=_NOTEBOOK,
+        ),
+        Clue(
+            name="rank-failed-first",
+            pattern=r"\bProcess(?:Exited|Raised)Exception\b(?!:)",
+            says="torch.multiprocessing.spawn stops all ranks when one of them has ended; this name alone does not say "
+            "why. The text behind it has the rank, and its signal or exit code",
+            advice=_NOTEBOOK + ". With holdfast.spawn the error names the first failure and its cause",
+            confidence="possible",
         ),
         Clue(
             name="rank-failed-first",
