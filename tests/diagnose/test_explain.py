@@ -311,10 +311,9 @@ def test_a_run_folder_is_told(tmp_path, capsys):
 def test_a_run_folder_that_anybody_wrote_breaks_nothing(tmp_path, capsys):
     """Lines that are no JSON, records without fields, a pipe in the place of a file."""
     (tmp_path / "trainer-1-0.jsonl").write_text("{")
-    said = '{"record": "incident", "headline": "x\\u001b[31m", "seen": 7}\n'
-    (tmp_path / "trainer-1-1.jsonl").write_text(
-        '{"record": "part"}\n[1]\n{"record": "incident", "headline": 3}\n' + said
-    )
+    lines = [{"record": "part"}, [1], {"record": "incident", "headline": 3}]
+    lines.append({"record": "incident", "headline": "x\x1b[31m", "seen": 7})
+    (tmp_path / "trainer-1-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.mkfifo(tmp_path / "trainer-1-2.jsonl")
     assert holdfast_explain(str(tmp_path)) == 0
     told = capsys.readouterr().out

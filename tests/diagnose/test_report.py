@@ -12,7 +12,8 @@ from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.incident import BadSample, incident_of
 from holdfast.diagnose.narrator import KEPT, Record
 from holdfast.diagnose.report import Report
-from holdfast.diagnose.stats import LoaderStats, PoolStats, WorkerStats, from_dict, to_dict
+from holdfast.diagnose.run_reader import rebuilt
+from holdfast.diagnose.stats import LoaderStats, PoolStats, WorkerStats, to_dict
 from holdfast.system.evidence import Evidence, View
 
 CRASH = Case(
@@ -110,7 +111,7 @@ def test_totals_become_a_dict_in_one_place_and_come_back(kind):
     data = json.loads(json.dumps(to_dict(stats)))
     assert data["restarts"] == 2 and data["per_worker"][0]["batches"] == 3
     assert "device_ran_s" not in data, "nothing was measured"
-    assert from_dict(data | {"later": 1}, of_pool=kind is PoolStats) == stats, "a later version may have more"
+    assert rebuilt(kind, data | {"later": 1}) == stats, "a later version may have more"
 
 
 def test_a_broken_rule_does_not_hide_the_incident():

@@ -31,7 +31,7 @@ BATCH = 32
 # the demo kills a worker from outside every --every seconds. In the first epoch each is in a batch of its own: what a
 # worker has survived it tells with its batch, and a batch that dies with its worker tells nothing.
 _HUNG = ("hang-", "sample-hung")  # (how much is known of a hang depends on what may be looked at)
-FAULTS = {
+FAULTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     100: ("segfault", "worker-segfault"),
     333: ("sigkill", "worker-killed"),
     505: ("raise-os-error", "sample-retried"),
