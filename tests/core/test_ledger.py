@@ -268,7 +268,7 @@ def test_memory_that_others_may_have_taken_is_no_strike():
     ledger.on(Drawn(0, 4))
     ledger.on(Drawn(1, 4))
     for life in range(1, 5):
-        note, *actions = killed_for_memory(ledger, 0, life, 0)
+        note = killed_for_memory(ledger, 0, life, 0)[0]
         assert (note.did, note.suspicion.here, note.suspicion.alone) == (Did.SENT_AGAIN, life, 0)
     ledger.on(Finished(1, 1, 1, "b"))  # now it has nothing to do
     assert killed_for_memory(ledger, 0, 5, 0)[0].suspicion.alone == 1

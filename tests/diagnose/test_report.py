@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.messages import Cause, Stage, What
+from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.incident import BadSample, incident_of
 from holdfast.diagnose.report import KEPT, Record, Report
@@ -45,6 +45,25 @@ def test_the_text_is_asserted_whole():
         "    stack\n"
         "      Fatal Python error: Segmentation fault"
     )
+
+
+def test_what_is_not_certain_says_so_and_deaths_beyond_the_strikes_are_counted():
+    killed = replace(CRASH, code=signal.SIGKILL, strike=3, evidence=Evidence(pid=4711, counters=True), did="tried again")
+    incident = incident_of(replace(killed, done=Did.SENT_AGAIN))
+    assert "(batch 88, attempt 2, death 3 at this sample)" in incident.headline
+    assert "\n  worker-killed (likely): " in str(incident)
+    assert " [worker-killed] (likely) " in incident.line
+
+
+def test_repeats_are_counted_by_sample_and_end():
+    """The log has the 1st, 2nd, 4th, ... of the same; another end is another line."""
+    record = Record()
+    same = incident_of(replace(CRASH, did="tried again"))
+    assert [record.add(same) for _ in range(3)] == [1, 2, 3]
+    assert record.add(incident_of(replace(CRASH, did="left it out"))) == 1
+    assert record.add(replace(same, index=124)) == 1
+    nowhere = replace(same, index=None)
+    assert [record.add(nowhere) for _ in range(2)] == [1, 1], "they may be about different tasks"
 
 
 def test_same_incidents_are_folded():

@@ -1,10 +1,10 @@
 """Inquest: what a death says about the task that it fell on, and about going on at all.
 
 A crash is a strike against the sample that was being loaded. So is a kill by the kernel for memory, if no other worker
-was at work: then nobody else took the memory. Any other death that may have come from outside is a strike only if chance
-does not explain it (see the end of this file). When the restart budget is used up (restart_budget.py), there
-are two cases. If the deaths fell on one place, the sample there is bad, however few strikes it has. If not, going on
-would not help. The ledger does what the verdict says.
+was at work: then nobody else took the memory. Any other death that may have come from outside is a strike only if
+chance does not explain it (see the end of this file). When the restart budget is used up (restart_budget.py), there are
+two cases. If the deaths fell on one place, the sample there is bad, however few strikes it has. If not, going on would
+not help. The ledger does what the verdict says.
 """
 
 import math

@@ -316,8 +316,8 @@ class Renew(NamedTuple):
 class Suspicion(NamedTuple):
     """What speaks against a sample if its deaths may have come from outside.
 
-    `here`: such deaths at this sample; `in_all`: such deaths so far, wherever; `chance`: that plain bad luck explains them;
-    `alone`: those here for which the kernel killed a worker for memory while no other worker was at work.
+    `here`: such deaths at this sample; `in_all`: such deaths so far, wherever; `chance`: that plain bad luck explains
+    those here; `alone`: those here for which the kernel killed a worker for memory while no other was at work.
     """
 
     here: int = 0

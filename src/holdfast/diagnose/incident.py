@@ -58,7 +58,7 @@ class Incident:
     """All that was seen, but for the stack; None of an exception."""
 
     def __str__(self) -> str:
-        lines = [self.headline, f"  {self.finding}: {self.says}"]
+        lines = [self.headline, f"  {self.finding}{self.sure}: {self.says}"]
         lines += [f"    seen   {'; '.join(self.seen)}"] if self.seen else []
         lines += [f"    did    {self.did}"] if self.did else []
         lines += [f"    try    {self.advice}", f"    more   holdfast explain {self.finding}"]
@@ -67,9 +67,14 @@ class Incident:
         return legible("\n".join(lines))
 
     @property
+    def sure(self) -> str:
+        """What is not known for certain says so."""
+        return "" if self.confidence == "certain" else f" ({self.confidence})"
+
+    @property
     def line(self) -> str:
         """For the log: everything but the stack, in one line."""
-        line = f"{self.headline} [{self.finding}] {self.says}; {self.did or 'nothing done'}"
+        line = f"{self.headline} [{self.finding}]{self.sure} {self.says}; {self.did or 'nothing done'}"
         return legible(line).replace("\n", "\\n")
 
 
@@ -282,6 +287,8 @@ def where(case: Case) -> str:
         Stage.REPLAY: "while bringing its stream back to its place for",
     }.get(case.stage or Stage.FETCH)
     strikes = f", strike {case.strike} of {case.needed}" if case.needed else ""
+    if case.strike > case.needed > 0:
+        strikes = f", death {case.strike} at this {'sample' if doing is None else 'batch'}"
     about = f"batch {case.task}, attempt {case.attempt}{strikes}"
     if doing is not None:
         return f"{doing} batch {case.task} (attempt {case.attempt}{strikes})"

@@ -44,10 +44,11 @@ class Narrator:
         raise NotImplementedError
 
     def tell(self, case: Case) -> Incident:
-        """Put this case into the report and the log."""
+        """Put this case into the report and the log. The log has the 1st, 2nd, 4th, 8th, ... of the same."""
         incident = incident_of(case)
-        self.record.add(incident)
-        warn(incident.line)
+        times = self.record.add(incident)
+        if times & (times - 1) == 0:
+            warn(incident.line if times == 1 else f"{incident.line} ({times} times so far)")
         return incident
 
     def incident(self, note: Note | Silence) -> None:
@@ -99,6 +100,7 @@ class Narrator:
             code=event.code,
             strike=note.strike,
             needed=note.needed,
+            suspicion=note.suspicion,
             attempt=max(1, note.strike),
             did=self.did(note),
             done=note.did,

@@ -80,6 +80,8 @@ class Record:
     counts: Counter[str] = field(default_factory=Counter)
     last_at: dict[str, float] = field(default_factory=dict)
     """When each finding was last named, also of incidents that are only counted."""
+    repeats: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """How often the same (finding, index, did) was added; of no more than `KEPT`."""
     waited_s: float = 0.0
     ran_s: float = 0.0
     need: int = 0
@@ -91,13 +93,19 @@ class Record:
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 
-    def add(self, incident: Incident) -> None:
+    def add(self, incident: Incident) -> int:
+        """Gives how often the same has happened to the same sample, and had the same end."""
         if self.kept_in is not None:
             self.kept_in.write(as_dict(incident))
         self.counts[f"incident:{incident.finding}"] += 1
         self.last_at[incident.finding] = incident.at
         if len(self.incidents) < KEPT:
             self.incidents.append(incident)
+        if incident.index is None or len(self.repeats) >= KEPT:
+            return 1
+        same = (incident.finding, shown(incident.index), incident.did)
+        self.repeats[same] += 1
+        return self.repeats[same]
 
     def add_bad(self, bad: BadSample) -> None:
         self.counts["bad_samples"] += 1

@@ -99,7 +99,7 @@ class LoaderNarrator(Narrator):
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or a batch ended too many lives. Gives the error to raise for it."""
-        case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0))
+        case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0, suspicion=lost.suspicion))
         case = replace(case, did="nothing more: next() raises for this batch")
         incident = incident_of(case)
         if lost.position >= 0 and (lost.task, lost.position) not in self._given_up:  # (that was told of then)

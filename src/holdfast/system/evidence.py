@@ -102,6 +102,9 @@ class Evidence:
     group: ControlGroup | None = None
     pressure: float = 0.0
     """Share of the last ten seconds, in per cent, in which somebody on this machine waited for memory (PSI)."""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    """Of the machine's memory: what could be had after the death, and all of it. 0 when not looked at."""
     shm_free: int = -1
     """Bytes free in /dev/shm; -1 where there is none."""
     sender: Sender | None = None
@@ -127,6 +130,18 @@ class Evidence:
     bounds: Bounds | None = None
     """What the kernel allowed it, read before it was reaped."""
 
+    @property
+    def for_memory(self) -> bool:
+        """The kernel killed it for memory, and that is known: its log names this process, or the counter of its own
+        group rose. (The machine's counter rises for anybody.)
+        """
+        return bool(self.kernel_log) or (self.oom is not None and self.oom.scope == "cgroup")
+
+    @property
+    def last_bytes(self) -> int:
+        """Its resident size when it was last seen; its peak where that is not known."""
+        return next((size for _, size in reversed(self.memory) if size), self.peak_bytes)
+
 
 def shortened(value: Any, entries: int, letters: int) -> Any:
     """The same evidence, or part of it: no list of texts has more entries, and no text more letters. Figures stay."""
@@ -149,8 +164,11 @@ def at_death(evidence: Evidence, oom: OomWatch, now: float, *, killed: bool, rea
 
     `read_log`: whether the kernel's log may be read for it, which takes milliseconds.
     """
+    free, total = procfs.free_memory() if killed else (0, 0)
     return replace(
         evidence,
+        free_bytes=free,
+        total_bytes=total,
         oom=oom.claim(now) if killed else None,
         counters=oom.readable,
         kernel_log=procfs.kernel_says(evidence.pid, now - evidence.lived_s) if killed and read_log else "",

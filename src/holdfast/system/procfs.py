@@ -334,6 +334,16 @@ def memory_pressure() -> float:
     return float(found[1]) if found else 0.0
 
 
+def free_memory() -> tuple[int, int]:
+    """(bytes that can still be had, bytes that there are) of this machine; zeros where that is not told."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0, 0
+    found = {name: int(size) << 10 for name, size in re.findall(r"^(MemTotal|MemAvailable):\s*(\d+)", text, re.M)}
+    return found.get("MemAvailable", 0), found.get("MemTotal", 0)
+
+
 def kernel_says(pid: int, since: float) -> str:
     """The kernel's own line about killing this process for memory after `since` (monotonic), if its log may be read.
 

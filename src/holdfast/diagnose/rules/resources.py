@@ -5,39 +5,88 @@ import os
 import re
 import signal
 
-from holdfast.core.messages import Cause, Leave, What
+from holdfast.core.messages import Cause, Leave, Stage, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.system.evidence import Evidence, Sign
 
 # Memory: the kernel killed a worker, Holdfast did, or an allocation was refused.
 
 
+# Free memory of the machine below this share, or so many per cent of PSI, make a kill for memory likely.
+_SHORT, _PRESSED = 0.1, 10.0
+
+
 def oom_killed(case: Case) -> Finding | None:
-    """The kernel's own counter rose with this death, or its log names the process."""
+    """Known: the counter of its own group rose, or the kernel's log names it. The machine's counter rises for anybody:
+    then it is likely at best, if memory was short.
+    """
     evidence = case.evidence
     if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
-    if evidence.oom is None and not evidence.kernel_log:
+    of_host = evidence.oom is not None and evidence.oom.scope == "host"
+    if not evidence.for_memory and not (of_host and _was_short(evidence)):
         return None
     seen = []
-    scope = "of its cgroup" if evidence.group is not None and evidence.group.memory_limit is not None else "of the host"
-    if evidence.oom is not None:
+    limited = evidence.group is not None and evidence.group.memory_limit is not None
+    scope = "of its cgroup" if limited and not of_host else "of the host"
+    if evidence.oom is not None and evidence.oom.scope != "elsewhere":
         seen.append(f"{evidence.oom.scope} oom_kill {evidence.oom.before} -> {evidence.oom.after}")
-        scope = "of its cgroup" if evidence.oom.scope == "cgroup" else "of the host"
     if evidence.kernel_log:
         seen.append(f"kernel log: {evidence.kernel_log}")
+    if not evidence.for_memory:
+        seen += [*machine_memory(evidence), "that counter does not say which process was killed"]
+    seen += memory_seen(evidence)
+    if evidence.for_memory and case.suspicion.alone > 1:
+        return _does_not_fit(case, evidence, seen)
     return Finding(
         "worker-oom-killed",
         f"the kernel killed it, because the memory {scope} was used up",
-        (*seen, *memory_seen(evidence)),
+        tuple(seen),
         (
             "fewer workers (max_workers)"
             if case.of_pool
             else "fewer workers (num_workers), a smaller prefetch_factor or batch"
         )
-        + '; Policy(worker_memory="4GiB") names the line that allocates',
-        "certain" if evidence.kernel_log else "likely",  # a counter does not say who was killed
+        + f'; Policy(worker_memory="{_half(evidence)}") names the line that allocates',
+        "certain" if evidence.for_memory else "likely",
     )
+
+
+def _does_not_fit(case: Case, evidence: Evidence, seen: list[str]) -> Finding:
+    """It happened again while nobody else was at work."""
+    limit = evidence.group.memory_limit if evidence.group is not None else None
+    into = f"the limit of {limit >> 20} MiB" if limit is not None else "the memory of this machine"
+    what = "sample" if case.stage is Stage.FETCH else "batch"
+    return Finding(
+        "worker-oom-killed",
+        f"this {what} alone does not fit into {into}: the kernel killed its worker for memory {case.suspicion.alone} "
+        "times while no other worker was at work",
+        tuple(seen),
+        f"load less of it at once (a part, a smaller size, a memory map), or ask for more memory; fewer workers do not "
+        f'help; Policy(worker_memory="{_half(evidence)}") names the line that allocates, and '
+        + ('bad_sample="skip" goes on without it' if case.stage is Stage.FETCH else "a smaller batch_size takes less"),
+    )
+
+
+def _half(evidence: Evidence) -> str:
+    """What a worker may allocate so that its own limit is met before the kernel's; the rest is for all others."""
+    limit = evidence.group.memory_limit if evidence.group is not None else None
+    most = limit or evidence.total_bytes
+    return f"{max(1, most >> 21)}MiB" if most else "1GiB"
+
+
+def _was_short(evidence: Evidence) -> bool:
+    """Whether the machine had little memory left before this death. What the worker had is free again by now."""
+    free = evidence.free_bytes - evidence.last_bytes
+    return evidence.pressure >= _PRESSED or (evidence.total_bytes > 0 and free < _SHORT * evidence.total_bytes)
+
+
+def machine_memory(evidence: Evidence) -> tuple[str, ...]:
+    """What speaks for the kernel, and against it, in words."""
+    if not evidence.total_bytes:
+        return ()
+    free = max(0, evidence.free_bytes - evidence.last_bytes)
+    return (f"{free >> 20} of {evidence.total_bytes >> 20} MiB of this machine were free before",)
 
 
 def memory_seen(evidence: Evidence) -> tuple[str, ...]:
