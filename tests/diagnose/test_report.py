@@ -48,7 +48,9 @@ def test_the_text_is_asserted_whole():
 
 
 def test_what_is_not_certain_says_so_and_deaths_beyond_the_strikes_are_counted():
-    killed = replace(CRASH, code=signal.SIGKILL, strike=3, evidence=Evidence(pid=4711, counters=True), did="tried again")
+    killed = replace(
+        CRASH, code=signal.SIGKILL, strike=3, evidence=Evidence(pid=4711, counters=True), did="tried again"
+    )
     incident = incident_of(replace(killed, done=Did.SENT_AGAIN))
     assert "(batch 88, attempt 2, death 3 at this sample)" in incident.headline
     assert "\n  worker-killed (likely): " in str(incident)

@@ -14,6 +14,7 @@ from holdfast.errors import legible
 from holdfast.remote_exception import shown
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
+from holdfast.system.procfs import in_words
 from holdfast.system.snapshot import Snapshot
 
 # Letters of a text, and of a stack, in an incident: an exception may have megabytes, and incidents are kept and logged.
@@ -166,7 +167,7 @@ def what_it_had(finding: str, case: Case) -> tuple[str, ...]:
 
 
 def _descriptors(look: Snapshot, soft: int | None) -> str:
-    paths = ", ".join(f"{count} x {path}" for path, count in look.paths[:_SHOWN])
+    paths = in_words(look.paths[:_SHOWN])
     limit = f", the limit is {soft}" if soft is not None else ""
     return f"{look.descriptors} descriptors open{limit} ({paths}{', ...' if len(look.paths) > _SHOWN else ''})"
 

@@ -29,7 +29,7 @@ _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": 
 # What the ledger did about a death.
 _DID_ABOUT_DEATH = {
     Did.NOTHING: "nothing: its stream had ended",
-    Did.STARTED: "started a new worker; no sample was being loaded",
+    Did.STARTED: "started a new worker; no batch was lost",
     Did.SENT_AGAIN: "started a new worker, which loads the batch again",
     Did.RENEWED: "started a new keeper and new workers; charged to no sample",
     Did.REFRESHED: "started a fresh worker in its place",

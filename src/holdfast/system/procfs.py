@@ -9,6 +9,7 @@ import resource
 import stat
 import struct
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -186,18 +187,41 @@ def descriptor(pid: int | str, fd: int) -> str:
     return target.partition(":")[0] if target.startswith(("socket:", "pipe:", "anon_inode:")) else target
 
 
-def open_files(pid: int | str = "self") -> tuple[int, str]:
-    """How many descriptors, and the paths that most of them stand for."""
+def open_files(pid: int | str = "self") -> tuple[int, tuple[tuple[str, int], ...]]:
+    """How many descriptors, and what most of them stand for."""
     try:
         fds = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
     except OSError as error:
         if error.errno != errno.EMFILE:
-            return 0, ""
+            return 0, ()
         # To list them takes one descriptor more. They are the lowest there are.
         fds = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     names = [name for fd in fds if (name := descriptor(pid, fd))]
-    most = ", ".join(f"{count} x {path}" for path, count in Counter(names).most_common(_MOST_PATHS))
-    return len(names), most
+    return len(names), most_open(names)
+
+
+def most_open(names: Sequence[str], most: int = _MOST_PATHS) -> tuple[tuple[str, int], ...]:
+    """What most of them stand for, and how many. A leak opens another file each time: files that are open once count by
+    their folder, or by one further up if no folder has most of them.
+    """
+    counts = Counter(names)
+    folders: dict[str, list[str]] = {}
+    for name in [name for name, count in counts.items() if count == 1 and name.startswith("/")]:
+        folders.setdefault(os.path.dirname(name), []).append(name)
+    once = [name for inside in folders.values() for name in inside]
+    if 2 * max(map(len, folders.values()), default=0) < len(once):
+        folders = {os.path.commonpath(once): once}
+    for folder, inside in folders.items():
+        if len(inside) > 1 and folder != "/":
+            for name in inside:
+                del counts[name]
+            counts[f"{folder}/* ({os.path.relpath(inside[-1], folder)}, ...)"] = len(inside)
+    return tuple(counts.most_common(most))
+
+
+def in_words(paths: Iterable[tuple[str, int]]) -> str:
+    """ "90 x /data/* (a.png, ...), 3 x pipe"."""
+    return ", ".join(f"{count} x {path}" for path, count in paths)
 
 
 def shared_files() -> list[tuple[str, int]]:

@@ -86,6 +86,7 @@ _LETTERS = 80
 
 def _seen(case: Case, view: View) -> tuple[str, ...]:
     seen = [f"no sign of life for {case.seconds:.1f} s in stage {(case.stage or Stage.IDLE).name.lower()}"]
+    seen += case.evidence.facts if case.evidence is not None and case.what is What.SILENT else ()
     if view.call and view.call != "running":
         seen.append(f"in the system call {view.call}" + (f" on {view.on}" if view.on else ""))
     if view.state == "D":

@@ -263,7 +263,7 @@ def descriptors_grown(case: Case) -> Finding | None:
         return None
     return Finding(
         "descriptors-exhausted",
-        "the dataset opens more files than it closes; with a fresh worker nothing is lost",
+        f"{'a task' if case.of_pool else 'the dataset'} opens more than it closes; with a fresh worker nothing is lost",
         (*case.evidence.facts, f"{case.evidence.samples} samples loaded since the worker was ready"),
         "close them (`with open(...)`; PIL: Image.open(...).load()); holdfast.FileCache keeps a bounded number open",
     )
@@ -271,14 +271,20 @@ def descriptors_grown(case: Case) -> Finding | None:
 
 def descriptors(case: Case) -> Finding | None:
     """EMFILE, ENFILE: too many open files in the worker."""
-    if case.raised is None or case.raised.errno not in (errno.EMFILE, errno.ENFILE):
+    raised = case.raised
+    if raised is None or raised.errno not in (errno.EMFILE, errno.ENFILE):
         return None
-    return Finding(
-        "descriptors-exhausted",
-        "the dataset has opened more files than it closed, up to the limit",
-        case.raised.facts,
-        "close them (`with open(...)`; PIL: Image.open(...).load()), or raise `ulimit -n`",
-    )
+    who = "task" if case.of_pool else "dataset"
+    if Sign.OPEN_FILES in raised.signs:
+        says = f"the {who} has opened more files than it closed, up to the limit"
+        advice = "close them (`with open(...)`; PIL: Image.open(...).load()), or raise `ulimit -n`"
+    elif Sign.OPEN_TENSORS in raised.signs:
+        says = f"the {who} keeps more tensors in shared memory than it may have descriptors: each takes one"
+        advice = "keep fewer of them (tensor.clone() makes an ordinary one), or raise `ulimit -n`"
+    else:
+        says = f"the {who} has opened more sockets, pipes or the like than it closed, up to the limit"
+        advice = "close connections and programs that it starts (`with`), or raise `ulimit -n`"
+    return Finding("descriptors-exhausted", says, raised.facts, advice)
 
 
 def no_space(case: Case) -> Finding | None:
@@ -289,7 +295,7 @@ def no_space(case: Case) -> Finding | None:
     if Sign.SHM_FULL in case.raised.signs:
         return Finding(
             "shm-too-small",
-            "/dev/shm is full of what the dataset put there (Holdfast does not use it)",
+            f"/dev/shm has no room for what the dataset puts there (Holdfast does not use it): {case.raised.text}",
             full,
             "docker run --shm-size=8g, or a cache elsewhere than in shared memory",
         )
