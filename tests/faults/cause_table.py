@@ -66,6 +66,14 @@ GROUP = (
     "(echo $BASHPID > $g/cgroup.procs; exec {run}); s=$?; for i in 1 2 3 4 5 6 7 8 9; do rmdir $g && break; sleep 0.2; "
     "done; exit $s'"
 )
+NEIGHBOUR = (
+    "bash -c 'g=/sys/fs/cgroup/memory/holdfast-$$; mkdir $g; echo 100M > $g/memory.limit_in_bytes; {inner}; s=$?; "
+    "for i in 1 2 3 4 5 6 7 8 9; do rmdir $g && break; sleep 0.2; done; exit $s'"
+)
+NO_COUNTERS = (
+    'g=$g unshare -m bash -c "mkdir $T.d && mount --bind $g $T.d && mount -t tmpfs none /sys/fs/cgroup && '
+    'NEIGHBOUR=$T.d exec {run}"'
+)
 JVM = "java Terminate.java {pid} && sleep 0.4"
 
 CAUSES = [
@@ -92,8 +100,47 @@ CAUSES = [
         before=lambda: resource.setrlimit(resource.RLIMIT_AS, (12 << 30, resource.RLIM_INFINITY)),
     ),
     Cause("absurd allocation", "allocation-refused", FAULTS["out-of-memory"], ("MemoryError",)),
+    Cause(
+        "sample that alone does not fit into the group",
+        "worker-oom-killed",
+        harm.eat_memory,
+        ("this sample alone does not fit into the limit of 1500 MiB", "2 times", "left the sample out", "750MiB"),
+        {"bad_sample": "skip"},
+        GROUP.replace("{kind}", "memory").replace("{limit}", "1500M").replace("{file}", "memory.limit_in_bytes"),
+        arguments={"num_workers": 2},
+        which=-1,
+        confidence="certain",
+    ),
     Cause("SIGKILL from outside", "worker-killed", harm.signalled("kill -9 {pid}"), ("not the kernel for memory",)),
-    Cause("SIGKILL of its own", "worker-killed", harm.killed_by(signal.SIGKILL), ("not the kernel for memory",)),
+    Cause(
+        "SIGKILL of its own",
+        "worker-killed",
+        harm.killed_by(signal.SIGKILL),
+        ("not the kernel for memory", "who is unknown", "the sample's own code", "strike 1 of 2"),
+    ),
+    Cause(
+        "SIGKILL of its own, again and again",
+        "poison-sample",
+        harm.killed_late,
+        ("17 of 17 such deaths fell on this sample", "its own code", "death 17 at this sample"),
+        which=16,
+        confidence="likely",
+    ),
+    Cause(
+        "SIGKILL of its own, a neighbour out of memory",
+        "worker-killed",
+        harm.killed_beside_a_neighbour,
+        ("not the kernel for memory", "another process", "its own cgroup did not rise"),
+        within=NEIGHBOUR.replace("{inner}", "NEIGHBOUR=$g {run}"),
+    ),
+    Cause(
+        "SIGKILL of its own, a neighbour, no counters",
+        "worker-killed",
+        harm.killed_beside_a_neighbour,
+        ("who is unknown", "may have been another process", "MiB of this machine were free before"),
+        within=NEIGHBOUR.replace("{inner}", NO_COUNTERS),
+        confidence="possible",
+    ),
     *(
         Cause(
             f"SIG{name} by a shell",
@@ -122,6 +169,14 @@ CAUSES = [
         which=-1,
     ),
     Cause("SIGTERM by a shell", "worker-signalled", harm.signalled("kill {pid}; sleep 0.3; true"), ("bash -c kill",)),
+    Cause(
+        "SIGTERM by a Spark executor",
+        "terminated-by-scheduler",
+        harm.spark_executor,
+        ("Spark sent SIGTERM", "(java org.apache.spark.executor.CoarseGrainedExecutorBackend)"),
+        {"sample_timeout": 60},
+        needs="javac",
+    ),
     Cause("SIGTERM by a JVM", "terminated-by-scheduler", harm.signalled(JVM), ("java", "JVM"), {"sample_timeout": 60}),
     Cause("segmentation fault", "worker-segfault", FAULTS["segfault"], ("SIGSEGV",)),
     Cause(
@@ -144,7 +199,7 @@ CAUSES = [
     Cause("SIGTERM to the keeper", "worker-signalled", harm.keeper_signalled, ("the keeper was sent SIGTERM",)),
     Cause("SIGKILL to the keeper", "keeper-lost", harm.keeper_killed, within=MARK),
     Cause(
-        "sample that is killed each time", "poison-sample", harm.killed_by(signal.SIGKILL), ("for chance",), which=-1
+        "sample that is killed each time", "poison-sample", harm.killed_by(signal.SIGKILL), ("its own code",), which=-1
     ),
     Cause(
         "mapped file cut short",
@@ -175,6 +230,14 @@ CAUSES = [
         lambda: time.sleep(3),
         ("said nothing", "time.sleep(3)"),
         before=lambda: setattr(worker_life, "SILENT_S", 0.8),
+    ),
+    Cause(
+        "wait in C that our own look ends",
+        "worker-silent",
+        harm.poll_in_c,
+        ("has been silent for", "while loading", "poll(None, 0, 8000)"),
+        before=lambda: setattr(worker_life, "SILENT_S", 0.8),
+        pause_s=0.3,
     ),
     Cause("in the kernel's own wait", "hang-uninterruptible", harm.uninterruptible, ("state D",), SLOW),
     Cause("waits for a file lock", "hang-io", harm.locked_file, ("flock", "/file"), SLOW, before=harm.lock_the_file),
@@ -365,7 +428,27 @@ CAUSES = [
         arguments={"num_workers": 2},
         needs="h5py",
     ),
+    Cause(
+        "shared tensor in a full /dev/shm",
+        "shm-too-small",
+        harm.shared_tensor,
+        ("/dev/shm: ", "of 16 MiB free", "shm-size", "No space left on device (28)"),
+        within=SMALL_SHM,
+    ),
     Cause("full /dev/shm", "shm-too-small", harm.shm_write, ("/dev/shm: 0 of 16",), within=SMALL_SHM),
+    Cause(
+        "leaked files",
+        "descriptors-exhausted",
+        harm.leaked_files,
+        ("limit is 100", "/* (leaked-"),
+        within="bash -c 'exec {run}'",
+    ),
+    Cause(
+        "leaked files that torch's transport meets",
+        "descriptors-exhausted",
+        harm.leaked_files_and_a_shared_tensor,
+        ("opened more files than it closed", "limit is 100", "/* (leaked-"),
+    ),
     Cause("descriptors", "descriptors-exhausted", FAULTS["out-of-descriptors"], ("/dev/null", "limit is 64")),
     Cause(
         "threads past the limit",

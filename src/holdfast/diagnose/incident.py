@@ -14,7 +14,7 @@ from holdfast.errors import legible
 from holdfast.remote_exception import shown
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
-from holdfast.system.procfs import in_words
+from holdfast.system.procfs import in_words, name_of
 from holdfast.system.snapshot import Snapshot
 
 # Letters of a text, and of a stack, in an incident: an exception may have megabytes, and incidents are kept and logged.
@@ -26,7 +26,7 @@ _ABOUT = frozenset(("unknown", "descriptors-exhausted", "cannot-start-process"))
 _NEAR = 0.8
 # Paths, threads and children that are shown, and letters of each.
 _SHOWN = 4
-_LETTERS = 80
+_LETTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def what_it_had(finding: str, case: Case) -> tuple[str, ...]:
     if crowded and group is not None and not about:
         facts.append(f"cgroup pids.max {group.pids_max}, in use {group.pids_now} without it")
     if look.children and (about or crowded):
-        facts.append(f"processes it had started: {_some([f'{pid} ({text})' for pid, text in look.children])}")
+        facts.append(f"processes it had started: {_some([f'{pid} ({name_of(text)})' for pid, text in look.children])}")
     if not facts:
         return ()
     return (f"{look.age_s:.1f} s before: {facts[0]}" if look.age_s >= 0.05 else facts[0], *facts[1:])

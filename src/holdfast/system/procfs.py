@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.system import linux
-from holdfast.system.redact import mask
+from holdfast.system.redact import MOST, mask
 
 # The calls in which programs wait, by number; those of other machines are shown as numbers.
 _CALLS = {
@@ -97,10 +97,30 @@ _MOST_POLLED = 8
 _MOST_PATHS = 3
 # Descriptors of our own that are looked through.
 _MOST_READ = 256
-# Letters of a command line that are kept; some hold whole scripts. It goes over a socket with the rest.
-_COMMAND = 300
+# Letters of a command line that are kept; some hold whole scripts, and a JVM's main class stands behind its options. It
+# goes over a socket with the rest.
+_COMMAND = 2000
 # Bytes of it that are read: what is hidden becomes shorter.
 _COMMAND_READ = 4096
+# Letters of a name.
+_NAME = 100
+_SHELLS = frozenset(("sh", "bash", "dash", "ash", "zsh", "ksh"))
+# Options whose value is the next word.
+_WITH_VALUE = frozenset(
+    (
+        "-cp",
+        "-classpath",
+        "--class-path",
+        "-p",
+        "--module-path",
+        "--add-opens",
+        "--add-exports",
+        "--add-modules",
+        "-W",
+        "-X",
+    )
+)
+_CLASS = re.compile(r"[A-Za-z_$][\w$]*([./][\w$]+)*")
 # Threads and children that are named one by one.
 _MOST_THREADS = 64
 _MOST_CHILDREN = 32
@@ -294,12 +314,48 @@ def children(pid: int, most_threads: int | None = None) -> tuple[tuple[int, str]
 
 def command(pid: int) -> str:
     """Its command line, without secrets; "" for one that has ended."""
+    return mask(whole_command(pid, _COMMAND_READ))[:_COMMAND]
+
+
+def whole_command(pid: int, most: int = MOST) -> str:
+    """With its secrets, and its words apart by NUL; "" for one that has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            text = file.read(_COMMAND_READ)
+            return file.read(most).decode(errors="replace").strip("\0 ")
     except OSError:
         return ""
-    return mask(text.decode(errors="replace").strip("\0 "))[:_COMMAND]
+
+
+def name_of(command: str) -> str:
+    """What a process is, by its command line: a JVM's main class or jar, Python's module or script, a shell's order."""
+    words = command.split()
+    program = os.path.basename(words[0]) if words else ""
+    if program == "java":
+        name = _named(words, _CLASS, ("-jar", "-m", "--module"))
+    elif re.fullmatch(r"python[\d.]*", program):
+        name = _named(words, re.compile(r"[^-].*"), ("-m", "-c"))
+    elif program in _SHELLS and "-c" in words:
+        name = f"{program} -c {command.partition(' -c ')[2]}"
+    else:
+        name = ""
+    name = name or command
+    return name if len(name) <= _NAME else name[: _NAME - 3] + "..."
+
+
+def _named(words: Sequence[str], main: re.Pattern[str], options: tuple[str, ...]) -> str:
+    """The program, and the word that says what it runs: the first that is no option, or the value of one of these."""
+    program, skipped = os.path.basename(words[0]), False
+    for number, word in enumerate(words[1:], 1):
+        if skipped:
+            skipped = False
+        elif word in options and number + 1 < len(words):
+            value = " ".join(words[number + 1 :]) if word == "-c" else words[number + 1]
+            return f"{program} {word} {value}"
+        elif word in _WITH_VALUE:
+            skipped = True
+        elif not word.startswith("-") and word != "..." and main.fullmatch(word):
+            return f"{program} {word}"
+    return ""
 
 
 def wait_channel(pid: int) -> str:

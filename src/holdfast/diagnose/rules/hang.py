@@ -6,7 +6,7 @@ from typing import NamedTuple
 from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import View
-from holdfast.system.procfs import On
+from holdfast.system.procfs import On, name_of
 
 # Native frames tell which library a worker hangs in: who is known by which file, and what helps there.
 
@@ -79,9 +79,8 @@ _LOCK_CODE = re.compile(r'/(threading|queue|multiprocessing/(synchronize|queues|
 _GRPC_CODE = re.compile(r'/grpc/\S+\.py"')
 _GRPC_THREAD = re.compile(r"grpc|event_engine|lifeguard|default-execut|resolver-execu")
 _BUSY = 0.5
-# Children and threads that are shown, and letters of each.
+# Children and threads that are shown.
 _SHOWN = 4
-_LETTERS = 80
 
 
 def _seen(case: Case, view: View) -> tuple[str, ...]:
@@ -111,7 +110,7 @@ def _seen(case: Case, view: View) -> tuple[str, ...]:
 
 
 def _children(view: View) -> str:
-    shown = [f"{pid} ({(command or 'ended')[:_LETTERS]})" for pid, command in view.children[:_SHOWN]]
+    shown = [f"{pid} ({name_of(command) or 'ended'})" for pid, command in view.children[:_SHOWN]]
     return ", ".join(shown) + (", ..." if len(view.children) > _SHOWN else "")
 
 
