@@ -47,7 +47,7 @@ def oom_killed(case: Case) -> Finding | None:
             if case.of_pool
             else "fewer workers (num_workers), a smaller prefetch_factor or batch"
         )
-        + f'; Policy(worker_memory="{_half(evidence)}") names the line that allocates',
+        + f'; Policy(worker_memory="{_below(evidence)}") names the line that allocates',
         "certain" if evidence.for_memory else "likely",
     )
 
@@ -63,16 +63,17 @@ def _does_not_fit(case: Case, evidence: Evidence, seen: list[str]) -> Finding:
         "times while no other worker was at work",
         tuple(seen),
         f"load less of it at once (a part, a smaller size, a memory map), or ask for more memory; fewer workers do not "
-        f'help; Policy(worker_memory="{_half(evidence)}") names the line that allocates, and '
+        f'help; Policy(worker_memory="{_below(evidence)}") names the line that allocates, and '
         + ('bad_sample="skip" goes on without it' if case.stage is Stage.FETCH else "a smaller batch_size takes less"),
     )
 
 
-def _half(evidence: Evidence) -> str:
-    """What a worker may allocate so that its own limit is met before the kernel's; the rest is for all others."""
-    limit = evidence.group.memory_limit if evidence.group is not None else None
-    most = limit or evidence.total_bytes
-    return f"{max(1, most >> 21)}MiB" if most else "1GiB"
+def _below(evidence: Evidence) -> str:
+    """A limit on a worker that is met before the kernel's: less than this one had, and no more than half of all."""
+    there = evidence.group.memory_limit if evidence.group is not None else None
+    had = max(evidence.peak_bytes, evidence.last_bytes) * 3 // 4
+    size = min((size for size in ((there or evidence.total_bytes) // 2, had) if size), default=1 << 30)
+    return f"{size >> 30}GiB" if size >> 31 else f"{max(1, size >> 20)}MiB"
 
 
 def _was_short(evidence: Evidence) -> bool:
