@@ -24,6 +24,20 @@ BY_THE_HANDLER = ("bash", "java", "Ctrl-C", "holds the GIL", "bytes now")
 
 
 @dataclass(frozen=True)
+class Heeded:
+    """What an advice says, done on the cause that it was given for. `advice`: its words. Then no batch is lost; `gone`:
+    then the finding is not named any more. The rest stands in the place of the cause's own.
+    """
+
+    advice: str
+    gone: bool = False
+    fault: Callable[[], Any] | None = None
+    dataset: Callable[[], Any] | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Cause:
     """`within`: commands that make the surroundings, around the interpreter that runs it."""
 
@@ -45,8 +59,11 @@ class Cause:
     confidence: str = ""
     needs: str = ""
     """A program, a library (see LIBRARIES), "py-spy", "cuda" or "root"."""
+    heeded: Heeded | None = None
 
 
+SKIP = Heeded('Policy(bad_sample="skip") goes on without', policy={"bad_sample": "skip"})
+SPAWN = Heeded('multiprocessing_context="spawn"', gone=True, arguments={"multiprocessing_context": "spawn"})
 SPEED = ("too-many-workers", "loader-slow", "trainer-slow")
 SLOW = {"sample_timeout": 0.6, "bad_sample": "skip"}
 SMALL_SHM = "unshare -m bash -c 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec {run}'"
@@ -84,6 +101,7 @@ CAUSES = [
         ("oom_kill", "limit"),
         {"bad_sample": "skip"},
         GROUP.replace("{kind}", "memory").replace("{limit}", "1500M").replace("{file}", "memory.limit_in_bytes"),
+        heeded=Heeded('Policy(worker_memory="750MiB") names the line', gone=True, policy={"worker_memory": "750MiB"}),
     ),
     Cause(
         "allocation past worker_memory",
@@ -125,6 +143,7 @@ CAUSES = [
         ("17 of 17 such deaths fell on this sample", "its own code", "death 17 at this sample"),
         which=16,
         confidence="likely",
+        heeded=SKIP,
     ),
     Cause(
         "SIGKILL of its own, a neighbour out of memory",
@@ -178,9 +197,13 @@ CAUSES = [
         needs="javac",
     ),
     Cause("SIGTERM by a JVM", "terminated-by-scheduler", harm.signalled(JVM), ("java", "JVM"), {"sample_timeout": 60}),
-    Cause("segmentation fault", "worker-segfault", FAULTS["segfault"], ("SIGSEGV",)),
+    Cause("segmentation fault", "worker-segfault", FAULTS["segfault"], ("SIGSEGV",), heeded=SKIP),
     Cause(
-        "stack overflow", "worker-segfault", harm.stack_overflow, ("SIGSEGV", "in stack_overflow"), needs="python3.11"
+        "stack overflow",
+        "worker-segfault",
+        harm.stack_overflow,
+        ("SIGSEGV", "in stack_overflow"),
+        needs="python3.11",
     ),
     Cause("abort", "worker-aborted", FAULTS["abort"], ("SIGABRT",)),
     Cause(
@@ -230,6 +253,7 @@ CAUSES = [
         lambda: time.sleep(3),
         ("said nothing", "time.sleep(3)"),
         before=lambda: setattr(worker_life, "SILENT_S", 0.8),
+        heeded=Heeded("set Policy(sample_timeout=", gone=True, policy={"sample_timeout": 0.5, "bad_sample": "skip"}),
     ),
     Cause(
         "wait in C that our own look ends",
@@ -243,7 +267,15 @@ CAUSES = [
     Cause("waits for a file lock", "hang-io", harm.locked_file, ("flock", "/file"), SLOW, before=harm.lock_the_file),
     Cause("opens a FIFO that nobody writes", "hang-io", harm.fifo_without_a_writer, ("openat", "feed"), SLOW),
     Cause("waits for a service of this machine", "hang-io", harm.service_of_this_machine, ("unix socket",), SLOW),
-    Cause("waits for a program's end", "hang-child", harm.program, ("sleep 9",), SLOW, confidence="certain"),
+    Cause(
+        "waits for a program's end",
+        "hang-child",
+        harm.program,
+        ("sleep 9",),
+        SLOW,
+        confidence="certain",
+        heeded=Heeded("subprocess.run(..., timeout=", gone=True, fault=harm.program_with_a_timeout),
+    ),
     Cause("waits for a program's words", "hang-child", harm.program_that_says_nothing, ("sleep 9", "pipe"), SLOW),
     Cause(
         "waits for a name server",
@@ -253,6 +285,12 @@ CAUSES = [
         SLOW,
         QUIET_NAMES,
         before=harm.mute_name_server,
+        heeded=Heeded(
+            '"RES_OPTIONS"] = "timeout:1 attempts:1"',
+            gone=True,
+            fault=harm.name_server_with_a_timeout,
+            policy={"sample_timeout": 8},
+        ),
     ),
     Cause(
         "sleeps in C with the GIL",
@@ -290,7 +328,14 @@ CAUSES = [
         needs="py-spy",
     ),
     Cause("waits for its own lock", "hang-lock", harm.lock, ("futex", "mine.acquire()"), SLOW),
-    Cause("waits for a server", "hang-network", harm.silent_server, ("socket", "client.recv"), SLOW),
+    Cause(
+        "waits for a server",
+        "hang-network",
+        harm.silent_server,
+        ("socket", "client.recv"),
+        SLOW,
+        heeded=Heeded("socket.setdefaulttimeout(", gone=True, fault=harm.server_with_a_timeout),
+    ),
     Cause("computes for ever", "hang-native", harm.busy, ("processor",), SLOW),
     Cause(
         "lock held at the fork",
@@ -300,6 +345,7 @@ CAUSES = [
         SLOW,
         before=lambda: (harm.HELD.acquire(), threading.Thread(target=time.sleep, args=(9,), daemon=True).start()),
         index=0,
+        heeded=SPAWN,
     ),
     Cause(
         "threads that a fork does not copy",
@@ -309,6 +355,7 @@ CAUSES = [
         SLOW,
         before=harm.threads_of_a_fork,
         index=0,
+        heeded=SPAWN,
     ),
     Cause(
         "OpenCV that ends threads which a fork did not copy",
@@ -341,7 +388,7 @@ CAUSES = [
         "GRPC_ENABLE_FORK_SUPPORT=0 exec {run}",
         needs="grpc",
     ),
-    Cause("exception", "sample-raised", FAULTS["raise"], ("injected",)),
+    Cause("exception", "sample-raised", FAULTS["raise"], ("injected",), heeded=SKIP),
     Cause(
         "exception in a transform",
         "transform-raised",
@@ -379,13 +426,20 @@ CAUSES = [
     ),
     Cause("StopIteration in __getitem__", "sample-raised", FAULTS["stop-iteration"], ("StopIteration",)),
     Cause("KeyboardInterrupt in __getitem__", "sample-raised", FAULTS["keyboard-interrupt"], ("KeyboardInterrupt",)),
-    Cause("exception that cannot be pickled", "exception-not-picklable", FAULTS["raise-unpicklable"], ("injected",)),
+    Cause(
+        "exception that cannot be pickled",
+        "exception-not-picklable",
+        FAULTS["raise-unpicklable"],
+        ("injected",),
+        heeded=Heeded("plain __init__(self, *args)", gone=True, fault=harm.plain_exception),
+    ),
     Cause(
         "value that cannot be pickled",
         "value-not-picklable",
         lambda: {"a": [1, (x for x in ())]},
         ("['a'][1]", "generator"),
         batch_size=None,
+        heeded=Heeded("return plain data", gone=True, fault=lambda: {"a": [1, 2]}),
     ),
     Cause(
         "other items when replayed",
@@ -394,8 +448,15 @@ CAUSES = [
         ("not reproducible",),
         dataset=harm.Unsteady,
         which=-1,
+        heeded=Heeded("draw from the seeded generators only", gone=True, dataset=harm.Steady),
     ),
-    Cause("other shape", "samples-differ", lambda: torch.ones(4), (f"index {harm.BAD}", "(4,)", "(3,)")),
+    Cause(
+        "other shape",
+        "samples-differ",
+        lambda: torch.ones(4),
+        (f"index {harm.BAD}", "(4,)", "(3,)"),
+        heeded=Heeded("a collate_fn that does", arguments={"collate_fn": harm.padded}),
+    ),
     Cause("no such file", "file-missing", lambda: open("/no/such/file"), ("/no/such/file",)),
     Cause("not allowed", "permission-denied", harm.not_allowed, ("/etc/shadow",)),
     Cause("stale file handle", "stale-file", peers.stale_handle, ("/file",), needs="root"),
@@ -417,6 +478,7 @@ CAUSES = [
         dataset=peers.Zipped,
         batch_size=64,
         arguments={"num_workers": 2},
+        heeded=Heeded("open it in the worker, at its first sample", gone=True, dataset=peers.ZippedLater),
     ),
     Cause(
         "HDF5 file opened before the fork",
@@ -442,6 +504,7 @@ CAUSES = [
         harm.leaked_files,
         ("limit is 100", "/* (leaked-"),
         within="bash -c 'exec {run}'",
+        heeded=Heeded("close them (`with open(...)`", gone=True, fault=harm.closed_files),
     ),
     Cause(
         "leaked files that torch's transport meets",
@@ -475,6 +538,7 @@ CAUSES = [
         ("MiB", "samples"),
         {"worker_memory": "200MiB"},
         dataset=harm.Leaky,
+        heeded=Heeded("a larger worker_memory", gone=True, policy={"worker_memory": "1GiB"}),
     ),
     Cause(
         "memory that is touched past worker_memory",
@@ -483,6 +547,7 @@ CAUSES = [
         ("killed", "MiB"),
         {"worker_memory": "128MiB", "bad_sample": "skip"},
         arguments={"worker_init_fn": harm.set_aside},
+        heeded=Heeded("raise worker_memory", gone=True, policy={"worker_memory": "1GiB"}),
     ),
     Cause(
         "more workers than processors",
@@ -491,6 +556,11 @@ CAUSES = [
         ("processors",),
         arguments={"num_workers": len(os.sched_getaffinity(0)) + 1},
         which=-1,
+        heeded=Heeded(
+            f"num_workers={len(os.sched_getaffinity(0))}",
+            gone=True,
+            arguments={"num_workers": len(os.sched_getaffinity(0))},
+        ),
     ),
     Cause(
         "samples that take long",

@@ -171,6 +171,40 @@ def silent_server() -> None:
     client.recv(1)
 
 
+def server_with_a_timeout() -> None:
+    socket.setdefaulttimeout(0.2)
+    silent_server()
+
+
+def name_server_with_a_timeout() -> None:
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    name_server_that_is_mute()
+
+
+def program_with_a_timeout() -> None:
+    subprocess.run(["sleep", "9"], check=True, timeout=0.2)
+
+
+class Plain(Exception):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+
+
+def plain_exception() -> None:
+    raise Plain(1, 2)
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def closed_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    for number in range(200):
+        with open(f"{os.environ['TMPDIR']}/closed-{number}", "w"):
+            pass
+
+
 def busy() -> None:
     while True:
         pass
@@ -402,4 +436,14 @@ class Unsteady(IterableDataset):
             if i == 9 and not os.fstat(self.first).st_size:
                 os.ftruncate(self.first, 1)
                 os.kill(os.getpid(), signal.SIGSEGV)
-            yield torch.tensor([time.monotonic_ns()])
+            yield self.item()
+
+    def item(self) -> torch.Tensor:
+        return torch.tensor([time.monotonic_ns()])
+
+
+class Steady(Unsteady):
+    """Ends its first life as well; its items come from the generator that Holdfast seeds."""
+
+    def item(self) -> torch.Tensor:
+        return torch.rand(1)

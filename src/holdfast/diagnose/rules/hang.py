@@ -203,12 +203,10 @@ def _network(case: Case, view: View) -> Verdict:
     if view.call not in _SOCKET_CALLS | _WAIT_CALLS | {"read", "write", ""}:
         return None
     says = "it waits for " + ("a name to be looked up (DNS)" if names else "an answer on a socket")
-    return (
-        "hang-network",
-        says,
-        "give that call a timeout: socket.setdefaulttimeout(30), or the library's own",
-        "likely",
-    )
+    advice = "give that call a timeout: socket.setdefaulttimeout(30), or the library's own"
+    if names:  # no timeout of a socket's ends that
+        advice = 'os.environ["RES_OPTIONS"] = "timeout:1 attempts:1" bounds a lookup; is the name server reachable?'
+    return "hang-network", says, advice, "likely"
 
 
 def _file(case: Case, view: View) -> Verdict:
