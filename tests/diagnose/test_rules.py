@@ -276,6 +276,36 @@ def test_a_quota_is_no_full_disk():
     assert any("/home/me/cache on " in fact for fact in finding.seen)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)",
+            "shm-too-small",
+        ),
+        ("unable to open shared memory object </torch_1_2_0>: Too many open files (24)", "descriptors-exhausted"),
+        ("unable to mmap 4096 bytes from file </torch_1_2_0>: Cannot allocate memory (12)", "allocation-refused"),
+        ("layer: No space left on device (24)", "sample-raised"),  # the number and its meaning differ
+        ("shape mismatch: (28)", "sample-raised"),
+    ],
+)
+def test_torchs_texts_have_an_errno(text, name):
+    try:
+        raise RuntimeError(text)
+    except RuntimeError as error:
+        case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=capture(error))
+    assert named(case).name == name
+
+
+@pytest.mark.parametrize(
+    ("signs", "who"),
+    [({Sign.OPEN_FILES}, "more files than it closed"), ({Sign.OPEN_TENSORS}, "tensors"), (set(), "sockets, pipes")],
+)
+def test_what_the_descriptors_are_says_who_took_them(signs, who):
+    raised = Raised("OSError", "Too many open files", "", b"x", None, errno=errno.EMFILE, signs=frozenset(signs))
+    assert who in named(Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)).says
+
+
 def test_a_transform_is_told_apart_from_the_dataset():
     raised = Raised("ValueError", "too small", "", b"x", None, transform="Compose > Resize")
     case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)

@@ -461,6 +461,13 @@ CAUSES = [
     Cause("not allowed", "permission-denied", harm.not_allowed, ("/etc/shadow",)),
     Cause("stale file handle", "stale-file", peers.stale_handle, ("/file",), needs="root"),
     Cause("full disk", "disk-full", harm.disk_full, ("/mnt: 0 of 8",), within=SMALL_DISK),
+    Cause(
+        "disk without inodes",
+        "disk-full",
+        harm.many_files,
+        ("/mnt: 8 of 8 MiB free, 0 of 20 inodes",),
+        within=SMALL_DISK.replace("size=8m", "size=8m,nr_inodes=20"),
+    ),
     Cause("quota of keys used up", "quota-exceeded", peers.quota_of_keys, ("uid",), needs="root"),
     Cause(
         "quota of a disk used up",

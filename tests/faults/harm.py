@@ -250,6 +250,13 @@ def disk_full() -> None:
         file.write(b"x" * (64 << 20))
 
 
+def many_files() -> None:
+    """Empty ones: what runs out is their number."""
+    for number in range(30):
+        with open(os.path.join(os.environ["SMALL_DISK"], f"{number}"), "wb"):
+            pass
+
+
 def not_allowed() -> None:
     os.seteuid(65534)
     try:

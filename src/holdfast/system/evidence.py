@@ -322,10 +322,13 @@ def _full(error: BaseException) -> Facts:
         except OSError:
             continue  # not ours to look at
         free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
-        if place in places or (size and free < _FULL and not about.f_flag & os.ST_RDONLY):
+        no_inodes = about.f_files > 0 and about.f_favail == 0
+        full = size and (free < _FULL or no_inodes) and not about.f_flag & os.ST_RDONLY
+        if place in places or full:
             if not facts and Path("/dev/shm") in (Path(place), *Path(place).parents):
                 signs = frozenset({Sign.SHM_FULL})
-            facts.append(f"{place}: {free >> 20} of {size >> 20} MiB free")
+            inodes = f", 0 of {about.f_files} inodes" if no_inodes else ""
+            facts.append(f"{place}: {free >> 20} of {size >> 20} MiB free{inodes}")
     return Facts(tuple(facts), signs)
 
 
