@@ -77,6 +77,8 @@ def test_same_incidents_are_folded():
     text = str(Report(record, STATS))
     assert "worker-segfault x7, first 12:00:00, last 12:06:06\n" in text
     assert text.count("native code touched") == 1
+    record.add(incident_of(replace(CRASH, did="gave it up")))
+    assert "did    gave it up" in str(Report(record, STATS))
     assert "index 123 in batch 88" in text
 
 
