@@ -23,7 +23,7 @@ from holdfast.core.host import Reply, ReplyKind
 from holdfast.errors import RemoteTraceback, SampleError, legible
 from holdfast.shm import main_module
 from holdfast.shm.memory_file import new_file
-from holdfast.system.evidence import Facts, Sign, facts_of
+from holdfast.system.evidence import Facts, Sign, error_number, facts_of
 from holdfast.system.signal_origin import raised_by_handler
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def capture(error: BaseException, known: Facts = _NO_FACTS, catch: type[BaseExce
         traceback=_traceback_of(error, catch),
         pickled=_pickled(error, catch),
         parts=_asked(lambda: _parts(error, catch), None, catch),
-        errno=_asked(lambda: _errno_of(error), 0, catch),
+        errno=_asked(lambda: error_number(error), 0, catch),
         facts=known.texts + seen.texts,
         signs=known.signs | seen.signs,
         transform=_asked(lambda: transform_in(error.__traceback__), "", catch),
@@ -124,11 +124,6 @@ def _traceback_of(error: BaseException, catch: type[BaseException]) -> str:
         trace = vars(BaseException)["__traceback__"].__get__(error)
         lines = _asked(lambda: "".join(traceback.format_tb(trace)), "", catch)
         return f"Traceback (most recent call last):\n{lines}{type(error).__name__}: {text_of(error, catch)}\n"
-
-
-def _errno_of(error: BaseException) -> int:
-    number = error.errno if isinstance(error, OSError) else None
-    return int(number) if isinstance(number, int) else 0
 
 
 def _pickled(error: BaseException, catch: type[BaseException]) -> bytes | None:

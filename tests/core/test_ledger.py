@@ -12,6 +12,7 @@ from holdfast.core.messages import (
     BootFailed,
     Cause,
     Deliver,
+    Did,
     Discard,
     Drawn,
     Drop,
@@ -241,6 +242,53 @@ def test_a_sample_that_is_killed_every_time_is_found():
         if [a.bad for a in actions if isinstance(a, Send)] == [(3,)]:
             break
     assert 2 <= life <= 8
+
+
+def killed_for_memory(ledger, worker, life, task, position=3):
+    """Its sample takes all the time there is: so chance explains any number of deaths."""
+    place = Place(task, position, Stage.FETCH, 10.0)
+    return ledger.on(Exited(worker, life, life * 10.0, Cause.SIGNAL, signal.SIGKILL, place, for_memory=True))
+
+
+def test_a_sample_that_takes_all_memory_is_bad_after_its_strikes():
+    """Rule 5: the kernel says that it was for memory, and no other worker was at work."""
+    ledger = opened(policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    note, *actions = killed_for_memory(ledger, 0, 1, 0)
+    assert (note.did, note.strike, note.suspicion.alone) == (Did.SENT_AGAIN, 1, 1)
+    assert [a.bad for a in actions if isinstance(a, Send)] == [()]
+    note, *actions = killed_for_memory(ledger, 0, 2, 0)
+    assert (note.did, note.strike, note.needed) == (Did.LEFT_OUT, 2, 2)
+    assert note.suspicion[:2] == (2, 2) and note.suspicion.chance > 0.1, "it is not chance that decided"
+    assert [a.bad for a in actions if isinstance(a, Send)] == [(3,)]
+
+
+def test_memory_that_others_may_have_taken_is_no_strike():
+    ledger = opened(policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    ledger.on(Drawn(1, 4))
+    for life in range(1, 5):
+        note = killed_for_memory(ledger, 0, life, 0)[0]
+        assert (note.did, note.suspicion.here, note.suspicion.alone) == (Did.SENT_AGAIN, life, 0)
+    ledger.on(Finished(1, 1, 1, "b"))  # now it has nothing to do
+    assert killed_for_memory(ledger, 0, 5, 0)[0].suspicion.alone == 1
+    assert killed_for_memory(ledger, 0, 6, 0)[0].did is Did.LEFT_OUT
+
+
+def test_a_sample_that_gets_through_is_cleared_of_its_memory():
+    ledger = opened(policy=Policy(bad_sample="skip"))
+    ledger.on(Drawn(0, 4))
+    killed_for_memory(ledger, 0, 1, 0, 2)
+    killed_for_memory(ledger, 0, 2, 0, 3)
+    assert killed_for_memory(ledger, 0, 3, 0, 2)[0].suspicion.alone == 1
+
+
+def test_what_is_given_up_says_what_speaks_against_it():
+    ledger = opened()
+    ledger.on(Drawn(0, 4))
+    killed_for_memory(ledger, 0, 1, 0)
+    (delivered,) = [a for a in killed_for_memory(ledger, 0, 2, 0) if isinstance(a, Deliver)]
+    assert (delivered.result.suspicion.here, delivered.result.suspicion.alone) == (2, 2)
 
 
 def test_no_progress_ends_the_run():

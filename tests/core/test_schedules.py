@@ -89,6 +89,7 @@ class Schedules(RuleBasedStateMachine):
         self.ended = {}  # task -> how
         self.parked = {}  # task -> bad samples in its result, until its turn
         self.drawn = 0
+        self.proofs = 0  # kills for memory while no other worker had a task
         self.clock = 0.0
         self.stop = None
         self.tell(Opened(0.0))
@@ -128,7 +129,10 @@ class Schedules(RuleBasedStateMachine):
                     self.gone |= self.lives
                     self.lives.clear()
                     self.held = {worker: [] for worker in self.held}
-                case Discard() | Note():
+                case Note(suspicion=suspicion):
+                    assert suspicion.alone <= min(suspicion.here, self.proofs), "somebody else was at work"
+                    assert suspicion.here <= suspicion.in_all
+                case Discard():
                     pass
 
     def end(self, task, how):
@@ -185,8 +189,14 @@ class Schedules(RuleBasedStateMachine):
         self.tell(Exhausted(worker, self.lives[worker], task, self.sends[task].number))
 
     @precondition(lambda self: not self.stop and self.lives)
-    @rule(data=st.data(), death=st.sampled_from(DEATHS), wait=st.floats(0.001, 2.0), known=st.booleans())
-    def die(self, data, death, wait, known):
+    @rule(
+        data=st.data(),
+        death=st.sampled_from(DEATHS),
+        wait=st.floats(0.001, 2.0),
+        known=st.booleans(),
+        memory=st.booleans(),
+    )
+    def die(self, data, death, wait, known, memory):
         """Anywhere: at boot, idle, in a sample, in collate, while sending."""
         worker = data.draw(st.sampled_from(sorted(self.lives)))
         self.clock += wait
@@ -203,7 +213,9 @@ class Schedules(RuleBasedStateMachine):
             self.begun.setdefault(held[0], set()).add(position)
         self.held[worker] = []
         life = self.lives[worker]
-        self.tell(Exited(worker, life, self.clock, *death, place if known else None))
+        for_memory = memory and death == (Cause.SIGNAL, signal.SIGKILL)
+        self.proofs += for_memory and not any(self.held.values())
+        self.tell(Exited(worker, life, self.clock, *death, place if known else None, for_memory=for_memory))
         if self.lives.get(worker) == life:
             del self.lives[worker]  # no other life follows
             self.gone[worker] = life

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.messages import Cause, Stage, What
+from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, find
 from holdfast.diagnose.incident import BadSample, incident_of
 from holdfast.diagnose.narrator import KEPT, Record
@@ -58,6 +58,27 @@ def test_the_text_is_asserted_whole():
     )
 
 
+def test_what_is_not_certain_says_so_and_deaths_beyond_the_strikes_are_counted():
+    killed = replace(
+        CRASH, code=signal.SIGKILL, strike=3, evidence=Evidence(pid=4711, counters=True), did="tried again"
+    )
+    incident = incident_of(replace(killed, done=Did.SENT_AGAIN))
+    assert "(batch 88, attempt 2, death 3 at this sample)" in incident.headline
+    assert "\n  worker-killed (likely): " in str(incident)
+    assert " [worker-killed] (likely)" in incident.line
+
+
+def test_repeats_are_counted_by_sample_and_end():
+    """The log has the 1st, 2nd, 4th, ... of the same; another end is another line."""
+    record = Record()
+    same = incident_of(replace(CRASH, did="tried again"))
+    assert [record.add(same) for _ in range(3)] == [1, 2, 3]
+    assert record.add(incident_of(replace(CRASH, did="left it out"))) == 1
+    assert record.add(replace(same, index=124)) == 1
+    nowhere = replace(same, index=None)
+    assert [record.add(nowhere) for _ in range(2)] == [1, 1], "they may be about different tasks"
+
+
 def test_same_incidents_are_folded():
     record = Record()
     noon = time.mktime((2026, 3, 1, 12, 0, 0, 0, 0, -1))
@@ -67,6 +88,8 @@ def test_same_incidents_are_folded():
     text = str(Report(record, STATS))
     assert "worker-segfault x7, first 12:00:00, last 12:06:06\n" in text
     assert text.count("native code touched") == 1
+    record.add(incident_of(replace(CRASH, did="gave it up")))
+    assert "did    gave it up" in str(Report(record, STATS))
     assert "index 123 in batch 88" in text
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.messages import Cause, Did, Stage, What
+from holdfast.core.messages import Cause, Did, Stage, Suspicion, What
 from holdfast.diagnose.finding import TRAINER, Case, find
 from holdfast.diagnose.report import speed_of
 from holdfast.diagnose.rules import ALL
@@ -34,10 +34,8 @@ def named(case):
 def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
     group = ControlGroup(memory_limit=64 << 30)
     cgroup = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("cgroup", 3, 4), group=group)))
-    assert (cgroup.name, cgroup.confidence) == ("worker-oom-killed", "likely")
+    assert (cgroup.name, cgroup.confidence) == ("worker-oom-killed", "certain")
     assert "cgroup oom_kill 3 -> 4" in cgroup.seen
-    host = named(replace(DEAD, evidence=seen(counters=True, oom=Oom("host", 0, 1))))
-    assert (host.name, host.confidence) == ("worker-oom-killed", "likely")
     log = named(replace(DEAD, evidence=seen(kernel_log="Out of memory: Killed process 77 (python)")))
     assert (log.name, log.confidence) == ("worker-oom-killed", "certain")
     outside = named(replace(DEAD, evidence=seen(counters=True)))
@@ -46,10 +44,66 @@ def test_the_kernels_counters_decide_whether_a_kill_was_for_memory():
     assert (unreadable.name, unreadable.confidence) == ("worker-killed", "possible")
 
 
+GIB = 1 << 30
+
+
+def test_the_counter_of_the_machine_rises_for_anybody():
+    """Likely, if memory was short; who knows, if it was not; not ours, if the counter of our own group did not rise."""
+    host = seen(counters=True, oom=Oom("host", 10, 11), total_bytes=64 * GIB, memory=((0.1, 30 * GIB),))
+    short = named(replace(DEAD, evidence=replace(host, free_bytes=33 * GIB)))
+    assert (short.name, short.confidence) == ("worker-oom-killed", "likely")
+    assert "3072 of 65536 MiB of this machine were free before" in short.seen
+    assert "that counter does not say which process was killed" in short.seen
+    plenty = named(replace(DEAD, evidence=replace(host, free_bytes=60 * GIB)))
+    assert (plenty.name, plenty.confidence) == ("worker-killed", "possible")
+    assert "unknown" in plenty.says and "host oom_kill 10 -> 11, which may have been another process" in plenty.seen
+    pressed = named(replace(DEAD, evidence=replace(host, free_bytes=60 * GIB, pressure=35.0)))
+    assert pressed.name == "worker-oom-killed"
+    neighbour = named(replace(DEAD, evidence=replace(host, oom=Oom("elsewhere", 10, 11), free_bytes=33 * GIB)))
+    assert neighbour.name == "worker-killed" and "not the kernel for memory" in neighbour.says
+    assert any("another process" in fact for fact in neighbour.seen)
+
+
 def test_a_sample_that_is_killed_too_often_for_chance():
     case = replace(DEAD, evidence=seen(counters=True), strike=2, needed=2, done=Did.LEFT_OUT)
     assert named(case).name == "poison-sample"
     assert named(replace(case, done=Did.SENT_AGAIN)).name == "worker-killed", "chance explains it still"
+
+
+@pytest.mark.parametrize(
+    ("suspicion", "name"),
+    [
+        (Suspicion(1, 1, 0.5), "worker-killed"),
+        (Suspicion(2, 2, 0.5), "worker-killed"),
+        (Suspicion(3, 3, 0.9), "poison-sample"),  # all of them
+        (Suspicion(3, 4, 0.9), "worker-killed"),
+        (Suspicion(2, 4, 0.001), "poison-sample"),
+    ],
+)
+def test_the_count_says_who_sends_sigkill(suspicion, name):
+    case = replace(DEAD, evidence=seen(counters=True), strike=suspicion.here, needed=2, done=Did.SENT_AGAIN)
+    finding = named(replace(case, suspicion=suspicion))
+    assert finding.name == name
+    if name == "poison-sample":
+        assert f"{suspicion.here} of {suspicion.in_all} such deaths fell on this sample" in finding.seen
+        assert "its own code" in finding.says and finding.confidence == "likely"
+    else:
+        assert "who is unknown" in finding.says
+
+
+def test_a_sample_that_alone_does_not_fit_into_the_limit():
+    """The second kill while no other worker was at work; the advice stays below the limit."""
+    group = ControlGroup(memory_limit=2 * GIB, oom_kills=4)
+    ours = seen(counters=True, oom=Oom("cgroup", 3, 4), group=group)
+    case = replace(DEAD, evidence=ours, strike=3, needed=2, suspicion=Suspicion(3, 3, 1.0, 1))
+    first = named(case)
+    assert "alone" not in first.says and 'worker_memory="1024MiB"' in first.advice
+    proof = named(replace(case, suspicion=Suspicion(4, 4, 1.0, 2)))
+    assert proof.name == "worker-oom-killed" and proof.confidence == "certain"
+    assert proof.says.startswith("this sample alone does not fit into the limit of 2048 MiB")
+    assert "fewer workers do not help" in proof.advice and 'worker_memory="1024MiB"' in proof.advice
+    batch = named(replace(case, suspicion=Suspicion(4, 4, 1.0, 2), stage=Stage.COLLATE))
+    assert batch.says.startswith("this batch alone") and "skip" not in batch.advice
 
 
 @pytest.mark.parametrize(
@@ -220,6 +274,36 @@ def test_a_quota_is_no_full_disk():
     finding = named(case)
     assert finding.name == "quota-exceeded"
     assert any("/home/me/cache on " in fact for fact in finding.seen)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)",
+            "shm-too-small",
+        ),
+        ("unable to open shared memory object </torch_1_2_0>: Too many open files (24)", "descriptors-exhausted"),
+        ("unable to mmap 4096 bytes from file </torch_1_2_0>: Cannot allocate memory (12)", "allocation-refused"),
+        ("layer: No space left on device (24)", "sample-raised"),  # the number and its meaning differ
+        ("shape mismatch: (28)", "sample-raised"),
+    ],
+)
+def test_torchs_texts_have_an_errno(text, name):
+    try:
+        raise RuntimeError(text)
+    except RuntimeError as error:
+        case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=capture(error))
+    assert named(case).name == name
+
+
+@pytest.mark.parametrize(
+    ("signs", "who"),
+    [({Sign.OPEN_FILES}, "more files than it closed"), ({Sign.OPEN_TENSORS}, "tensors"), (set(), "sockets, pipes")],
+)
+def test_what_the_descriptors_are_says_who_took_them(signs, who):
+    raised = Raised("OSError", "Too many open files", "", b"x", None, errno=errno.EMFILE, signs=frozenset(signs))
+    assert who in named(Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)).says
 
 
 def test_a_transform_is_told_apart_from_the_dataset():

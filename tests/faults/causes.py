@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ from holdfast.system.signal_origin import can_note
 
 from .cause_table import BY_THE_HANDLER, CAUSES, LIBRARIES, SPEED, Cause
 from .harm import ROOT, Faulty
+
+T = TypeVar("T")
 
 
 def observe(cause: Cause) -> list[dict[str, Any]]:
@@ -49,14 +52,17 @@ def observe(cause: Cause) -> list[dict[str, Any]]:
     arguments = {"num_workers": 1, "batch_size": cause.batch_size, **cause.arguments}
     loader = DataLoader(dataset, policy=policy, **arguments)
     iterator = iter(loader)
+    lost = 0
     for _ in range(20):
-        with contextlib.suppress(Exception):
+        try:
             if next(iterator, None) is None:
                 break
             time.sleep(cause.pause_s)
+        except Exception:
+            lost += 1
     iterator._shutdown_workers()
     report = json.loads(loader.report().to_json())
-    incidents = report["incidents"]
+    incidents = [{**incident, "batches_lost": lost} for incident in report["incidents"]]
     if cause.finding in SPEED:
         return [{"finding": one["name"], **one} for one in report["speed"]]
     return incidents + told_by_the_witness() if cause.finding == "trainer-signalled" else incidents
@@ -101,9 +107,48 @@ def missing(cause: Cause) -> str:
     return ""
 
 
+def with_advice(cause: Cause) -> Cause:
+    """The same cause, where its advice was followed."""
+    heeded = cause.heeded
+    assert heeded is not None
+    return replace(
+        cause,
+        fault=heeded.fault or cause.fault,
+        dataset=heeded.dataset or cause.dataset,
+        policy=cause.policy | heeded.policy,
+        arguments=cause.arguments | heeded.arguments,
+    )
+
+
 def named(cause: Cause) -> tuple[str, str]:
-    """(finding, all that was said) of the incident it is about; made in an interpreter of its own."""
-    run = f"{sys.executable} -m tests.faults.causes --one {CAUSES.index(cause)}"
+    """(finding, all that was said) of the incident it is about."""
+    incidents, said = made(cause)
+    if incidents is None:
+        return "no report", said
+    try:
+        told = incidents[cause.which]
+    except IndexError:
+        return "nothing", f"{len(incidents)} incidents"
+    told.pop("evidence", None)  # what was said counts, not what was seen
+    return told["finding"], json.dumps(told, indent=1, ensure_ascii=False)
+
+
+def still_wrong(cause: Cause) -> str:
+    """What its advice does not help against; "" when it helps."""
+    heeded = cause.heeded
+    assert heeded is not None
+    incidents, said = made(cause, "--heeded")
+    if incidents is None:
+        return f"no report: {said}"
+    if heeded.gone and any(told["finding"] == cause.finding for told in incidents):
+        return f"still {cause.finding}: {said}"
+    lost = 0 if heeded.gone or not incidents else incidents[0]["batches_lost"]
+    return f"{lost} batches were lost: {said}" if lost else ""
+
+
+def made(cause: Cause, how: str = "--one") -> tuple[list[dict[str, Any]] | None, str]:
+    """(the incidents, all that was printed), from an interpreter of its own; no incidents if it ended otherwise."""
+    run = f"{sys.executable} -m tests.faults.causes {how} {CAUSES.index(cause)}"
     under_run = run.replace(" -m ", " -m holdfast run -m ", 1)
     command = cause.within.replace("{run}", run).replace("{under_run}", under_run) if cause.within else run
     # Into files: a program that a hung worker had started would keep a pipe open.
@@ -130,14 +175,8 @@ def named(cause: Cause) -> tuple[str, str]:
         said, complaints = (Path(file.name).read_text(errors="replace") for file in (out, err))
     line = said.strip().splitlines()[-1] if said.strip() else ""
     if not line.startswith("["):
-        return f"no report (status {process.returncode})", said + complaints
-    incidents = json.loads(line)
-    try:
-        told = incidents[cause.which]
-    except IndexError:
-        return "nothing", f"{len(incidents)} incidents"
-    told.pop("evidence", None)  # what was said counts, not what was seen
-    return told["finding"], json.dumps(told, indent=1, ensure_ascii=False)
+        return None, f"status {process.returncode}: {said}{complaints}"
+    return json.loads(line), said + complaints
 
 
 def alone(cause: Cause) -> bool:
@@ -146,16 +185,16 @@ def alone(cause: Cause) -> bool:
     return about_time or "cgroup" in cause.within
 
 
-def all_named(causes: list[Cause]) -> Iterator[tuple[Cause, str, str]]:
-    """(cause, finding, all that was said) of each, in their order. Most of the time they wait: so two at once."""
+def all_of(causes: list[Cause], ask: Callable[[Cause], T]) -> Iterator[tuple[Cause, T]]:
+    """The answer about each (`named`, `still_wrong`). Most of the time they wait: so two at once."""
     with ThreadPoolExecutor(2) as two:
-        running = {cause.name: two.submit(named, cause) for cause in causes if not alone(cause)}
+        running = {cause.name: two.submit(ask, cause) for cause in causes if not alone(cause)}
         for cause in causes:
             if cause.name in running:
-                yield cause, *running[cause.name].result()
+                yield cause, running[cause.name].result()
     for cause in causes:
         if alone(cause):
-            yield cause, *named(cause)
+            yield cause, ask(cause)
 
 
 def wrong_about(cause: Cause, finding: str, said: str) -> str:
@@ -190,7 +229,7 @@ def main(wanted: list[str]) -> int:
         if why := missing(cause):
             skipped += 1
             print(f"{cause.name:44s} not made: {why}", flush=True)
-    for cause, finding, said in all_named([cause for cause in chosen if not missing(cause)]):
+    for cause, (finding, said) in all_of([cause for cause in chosen if not missing(cause)], named):
         trouble = wrong_about(cause, finding, said)
         pairs.append((cause.finding, finding))
         wrong += bool(trouble)
@@ -204,8 +243,9 @@ def main(wanted: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        print("\n" + json.dumps(observe(CAUSES[int(sys.argv[2])])))
+    if sys.argv[1:2] in (["--one"], ["--heeded"]):
+        chosen = CAUSES[int(sys.argv[2])]
+        print("\n" + json.dumps(observe(chosen if sys.argv[1] == "--one" else with_advice(chosen))))
         sys.stdout.flush()
         os._exit(0)
     sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,11 @@
 """What makes each cause: functions and datasets that harm the process in which they run."""
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -169,6 +171,40 @@ def silent_server() -> None:
     client.recv(1)
 
 
+def server_with_a_timeout() -> None:
+    socket.setdefaulttimeout(0.2)
+    silent_server()
+
+
+def name_server_with_a_timeout() -> None:
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    name_server_that_is_mute()
+
+
+def program_with_a_timeout() -> None:
+    subprocess.run(["sleep", "9"], check=True, timeout=0.2)
+
+
+class Plain(Exception):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+
+
+def plain_exception() -> None:
+    raise Plain(1, 2)
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def closed_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    for number in range(200):
+        with open(f"{os.environ['TMPDIR']}/closed-{number}", "w"):
+            pass
+
+
 def busy() -> None:
     while True:
         pass
@@ -214,6 +250,13 @@ def disk_full() -> None:
         file.write(b"x" * (64 << 20))
 
 
+def many_files() -> None:
+    """Empty ones: what runs out is their number."""
+    for number in range(30):
+        with open(os.path.join(os.environ["SMALL_DISK"], f"{number}"), "wb"):
+            pass
+
+
 def not_allowed() -> None:
     os.seteuid(65534)
     try:
@@ -244,6 +287,65 @@ def signalled(command: str) -> Callable[[], None]:
 
 def killed_by(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
+
+
+def killed_late() -> None:
+    """By its own code, after a while: all the time there is goes to this sample, so chance explains it, too."""
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_beside_a_neighbour() -> None:
+    """The kernel kills a process of another group for memory; then this one is killed by its own code."""
+    eat = f"echo $$ > {os.environ['NEIGHBOUR']}/cgroup.procs; exec {sys.executable} -c 'b\"x\" * (400 << 20)'"
+    assert subprocess.run(["sh", "-c", eat], check=False).returncode == -signal.SIGKILL
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shared_tensor() -> None:
+    """In a /dev/shm that is too small for it: torch raises a RuntimeError."""
+    torch.ones(16 << 20).share_memory_()
+
+
+def leaked_files() -> None:
+    """Another one each time, up to the limit."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    while True:
+        KEPT.append(open(f"{os.environ['TMPDIR']}/leaked-{len(KEPT)}", "w"))
+
+
+def leaked_files_and_a_shared_tensor() -> None:
+    """It is torch's transport that finds no descriptor."""
+    with contextlib.suppress(OSError):
+        leaked_files()
+    torch.ones(4).share_memory_()
+
+
+def poll_in_c() -> None:
+    """Any signal ends it early."""
+    ctypes.CDLL(None).poll(None, 0, 8000)
+
+
+BACKEND = """
+package org.apache.spark.executor;
+class CoarseGrainedExecutorBackend {
+    public static void main(String[] words) {
+        ProcessHandle.of(Long.parseLong(words[1])).get().destroy();
+    }
+}
+"""
+
+
+def spark_executor() -> None:
+    """A JVM as Spark starts it: behind a long class path and many options."""
+    folder = os.environ["TMPDIR"]
+    Path(f"{folder}/Backend.java").write_text(BACKEND)
+    subprocess.run(["javac", "-d", folder, f"{folder}/Backend.java"], check=True)
+    path = ":".join([folder, *(f"/opt/spark/jars/library-{i}.jar" for i in range(100))])
+    options = [word for i in range(20) for word in ("--add-opens", f"java.base/java.lang=ALL-UNNAMED{i}")]
+    main = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
+    subprocess.run(["java", "-cp", path, "-Xmx64m", *options[:2], main, "--pid", str(os.getpid())], check=True)
+    time.sleep(0.4)
 
 
 def group_signalled() -> None:
@@ -341,4 +443,14 @@ class Unsteady(IterableDataset):
             if i == 9 and not os.fstat(self.first).st_size:
                 os.ftruncate(self.first, 1)
                 os.kill(os.getpid(), signal.SIGSEGV)
-            yield torch.tensor([time.monotonic_ns()])
+            yield self.item()
+
+    def item(self) -> torch.Tensor:
+        return torch.tensor([time.monotonic_ns()])
+
+
+class Steady(Unsteady):
+    """Ends its first life as well; its items come from the generator that Holdfast seeds."""
+
+    def item(self) -> torch.Tensor:
+        return torch.rand(1)

@@ -102,6 +102,19 @@ class Zipped(Dataset):
         return torch.frombuffer(bytearray(self.file.read(str(index))), dtype=torch.uint8)[:8]
 
 
+class ZippedLater(Zipped):
+    """The path is kept; each worker opens the archive at its first sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path, self.file = str(self.file.filename), None  # type: ignore[assignment]
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = zipfile.ZipFile(Slow(self.path))
+        return super().__getitem__(index)
+
+
 class Hdf5(Dataset):
     """With HDF5's driver that seeks and reads. (Its usual one has taken to pread: that shares no position.)"""
 

@@ -25,7 +25,7 @@ def test_a_task_that_kills_its_worker_fails_alone(pool):
     assert (error.task, error.call) == (7, "die")
     lines = str(error).splitlines()
     assert "was killed by SIGKILL while running task 7 (die, attempt 1 of 1)" in lines[0]
-    assert lines[1].startswith("  worker-killed: ")
+    assert lines[1].startswith("  worker-killed (likely): ")
     assert [line.split()[0] for line in lines[2:6]] == ["seen", "did", "try", "more"]
     stats = pool.stats()
     assert sum(worker["batches"] for worker in stats.pop("per_worker")) == 19

@@ -78,6 +78,21 @@ def test_restarts_are_counted_and_told(tmp_path):
     assert "attempt 3 of 3" in str(error)
     assert str(error).count("    before process 0 terminated with signal SIGKILL") == 2
     assert {path.name[0] for path in tmp_path.iterdir()} == {"1", "2", "3"}
+    assert "Policy(restarts" not in error.incident.advice, "that was done, and did not help"
+
+
+def test_the_advice_to_start_all_ranks_again_helps(tmp_path):
+    """It is given where it was not followed; followed on the same case, all ranks return."""
+    error = fails(RankExited, ranks.fail_until, (2, str(tmp_path)), start_method="fork")
+    assert "Policy(restarts=3) starts all ranks again" in error.incident.advice
+    assert "its own code" in error.incident.says
+    holdfast.spawn(ranks.fail_until, (2, str(tmp_path)), 2, start_method="fork", policy=Policy(restarts=3))
+
+
+def test_who_cannot_start_is_not_started_again_and_nobody_says_so(caplog):
+    error = fails(RankRaised, ranks.fail_until, (ranks.NotHere(), ""), start_method="spawn", policy=Policy(restarts=3))
+    assert error.incident.finding == "rank-cannot-start"
+    assert "again" not in error.incident.did and "again" not in caplog.text
 
 
 def test_without_a_policy_there_is_no_restart(tmp_path):

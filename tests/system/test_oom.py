@@ -24,9 +24,27 @@ def test_a_kill_in_the_group_explains_one_death(counters):
 
 
 def test_a_kill_elsewhere_on_the_host(counters):
+    """The kernel counts each kill in the victim's group, too: this one was a neighbour's."""
+    watch = OomWatch(0.0)
+    counters["host"] = 11
+    assert watch.claim(0.5) == Oom("elsewhere", 10, 11)
+
+
+def test_a_kill_that_may_have_been_anybodys(counters):
+    """Where the counter of the group cannot be read."""
+    counters["cgroup"] = None
     watch = OomWatch(0.0)
     counters["host"] = 11
     assert watch.claim(0.5) == Oom("host", 10, 11)
+
+
+def test_a_neighbours_kill_does_not_hide_our_own(counters):
+    watch = OomWatch(0.0)
+    counters["host"] = 11
+    watch.look(1.5)
+    counters["cgroup"], counters["host"] = 4, 12
+    assert watch.claim(1.6) == Oom("cgroup", 3, 4)
+    assert watch.claim(1.7) == Oom("elsewhere", 10, 11)
 
 
 def test_an_old_kill_is_nobodys(counters):

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,65 @@ def test_the_sender_its_parents_and_pythons_own_handler():
         assert note.last(signal.SIGUSR2) is None, "told once"
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+BACKEND = """
+package org.apache.spark.executor;
+class CoarseGrainedExecutorBackend {
+    public static void main(String[] words) throws Exception {
+        ProcessHandle.of(Long.parseLong(words[words.length - 1])).get().destroy();
+        if (words[0].equals("--stay")) Thread.sleep(60000);
+    }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="no JDK here")
+@pytest.mark.parametrize("stay", [True, False])
+def test_a_jvm_is_named_by_its_main_class(tmp_path, stay):
+    """Behind a class path of thousands of letters, and options. While it is there, the whole line is kept; if not, its
+    beginning and its end. No secret is shown, with its option or without."""
+    (tmp_path / "Backend.java").write_text(BACKEND)
+    subprocess.run(["javac", "-d", tmp_path, tmp_path / "Backend.java"], check=True)
+    path = ":".join([str(tmp_path), *(f"/opt/spark/jars/library-{i}.jar" for i in range(100))])
+    options = [f"-Dspark.option.{i}={'v' * 20}" for i in range(30)]
+    main = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
+    rest = [
+        "--stay" if stay else "--leave",
+        "--token",
+        "hunter2",
+        *(f"--padding-{i}" for i in range(20)),
+        str(os.getpid()),
+    ]
+    fd = new_file("note", 4096)
+    memory = Memory(fd, 4096)
+    os.close(fd)
+    note = SenderNote(memory, 0, 3072)
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        note.install((signal.SIGTERM,))
+        with subprocess.Popen(["java", "-cp", path, *options, main, *rest]) as jvm:
+            until(lambda: got, "the signal did not come")
+            if not stay:
+                jvm.wait()
+            found = note.last(signal.SIGTERM)
+            jvm.kill()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert str(found).startswith(f"pid {jvm.pid} (java {main}) < {os.getpid()} (")
+    line = found.commands[0][1]
+    assert "hunter2" not in line and "--padding-19" in line
+    assert ("library-99.jar" in line) is stay
+
+
+@pytest.mark.parametrize("cut", ["--password\x1ehunter2 a --more", "--passw\x1ed hunter2 --more"])
+def test_a_value_whose_option_was_left_out_is_left_out(cut):
+    """The middle of a long command line is not noted: the cut may part an option from its secret."""
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    assert "hunter2" not in signal_origin._whole(gone.pid, f"java -cp x {cut}")
+    assert signal_origin._whole(gone.pid, f"java -cp x {cut}").endswith("--more")
 
 
 def test_a_ctrl_c_comes_from_the_terminal():

@@ -64,7 +64,8 @@ class Past:
     def __init__(self) -> None:
         self.reached = -1  # the furthest position that was ever begun
         self.crashes: dict[int, int] = {}  # position -> lives that it surely ended
-        self.hits: dict[int, tuple[int, float]] = {}  # position -> (deaths that may be chance, seconds it was loaded)
+        # position -> (deaths that may be chance, seconds it was loaded, those of memory while no other was at work)
+        self.hits: dict[int, tuple[int, float, int]] = {}
         self.spent = -1  # the furthest position at which a life ran out of something
 
 

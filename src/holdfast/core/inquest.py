@@ -1,9 +1,10 @@
 """Inquest: what a death says about the task that it fell on, and about going on at all.
 
-A crash is a strike against the sample that was being loaded. A death that may have come from outside is a strike only
-if chance does not explain it (see the end of this file). When the restart budget is used up (restart_budget.py), there
-are two cases. If the deaths fell on one place, the sample there is bad, however few strikes it has. If not, going on
-would not help. The ledger does what the verdict says.
+A crash is a strike against the sample that was being loaded. So is a kill by the kernel for memory, if no other worker
+was at work: then nobody else took the memory. Any other death that may have come from outside is a strike only if
+chance does not explain it (see the end of this file). When the restart budget is used up (restart_budget.py), there are
+two cases. If the deaths fell on one place, the sample there is bad, however few strikes it has. If not, going on would
+not help. The ledger does what the verdict says.
 """
 
 import math
@@ -12,7 +13,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from holdfast.core.dispatch import Task, past_of
-from holdfast.core.messages import Cause, Exited, Place, Stage
+from holdfast.core.messages import NO_SUSPICION, Cause, Exited, Place, Stage, Suspicion
 from holdfast.core.restart_budget import RestartBudget
 from holdfast.core.roster import WorkerState
 from holdfast.policy import Policy
@@ -47,6 +48,7 @@ class Verdict(NamedTuple):
     outcome: AfterDeath
     strike: int
     needed: int
+    suspicion: Suspicion = NO_SUSPICION
 
 
 class Inquest:
@@ -60,22 +62,25 @@ class Inquest:
         self.proven = False  # some sample got through, so not all workers have inherited a held lock
         self._renewed = False
         self._kills = 0  # deaths that may have come from outside; several on one sample count once
+        self._outside = 0  # all of them
         self._luck = 1.0  # the chance that the last death that was judged was plain bad luck
 
-    def hold(self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None) -> Verdict:
-        """A worker died. `task`, `on`: what the death is charged to, if it is charged."""
+    def hold(
+        self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None, alone: bool = False
+    ) -> Verdict:
+        """A worker died. `task`, `on`: what the death is charged to, if it is charged. `alone`: no other had a task."""
         self._count(event, worker, task, on)
         counted = task is not None and task.lives is not None  # its attempts are bounded anyway
         if not counted and self._looks_like_inherited_lock(event, on):
             self._renewed = True
             return Verdict(AfterDeath.RENEW, 0, 0)
-        strike, needed, bad = self._judge(event, task, on)
+        strike, needed, bad, suspicion = self._judge(event, task, on, alone)
         if not bad and not counted and self.budget.is_out(worker.id):
             bad = task is not None and on is not None and self._is_stuck_on(worker, task, on)
             if not bad:
-                return Verdict(AfterDeath.STOP, strike, needed)
+                return Verdict(AfterDeath.STOP, strike, needed, suspicion)
             # The deaths fell on this place: its sample cannot be loaded here.
-        return Verdict(AfterDeath.BAD if bad else AfterDeath.AGAIN, strike, needed)
+        return Verdict(AfterDeath.BAD if bad else AfterDeath.AGAIN, strike, needed, suspicion)
 
     def refuse(self, event: Exited, worker: WorkerState) -> bool:
         """It was refused something and has to go on without. False once it was refused too often."""
@@ -91,6 +96,7 @@ class Inquest:
         past.spent = max(past.spent, position)
 
     def _count(self, event: Exited, worker: WorkerState, task: Task | None, on: Place | None) -> None:
+        self._outside += _maybe_chance(event)
         if not worker.came_up and not _maybe_chance(event):
             self.budget.died_in_boot(worker.id)
         if task is None or on is None:
@@ -110,33 +116,44 @@ class Inquest:
         hardly_chance = self._luck < LAST_CHANCE
         return self.budget.is_stuck_on(worker.id, (task.id, blamed_position(on)), hardly_chance)
 
-    def _judge(self, event: Exited, task: Task | None, on: Place | None) -> tuple[int, int, bool]:
-        """(strike, strikes needed, bad) of what the worker was on; (0, 0, False) if nobody is to blame."""
+    def _judge(
+        self, event: Exited, task: Task | None, on: Place | None, alone: bool
+    ) -> tuple[int, int, bool, Suspicion]:
+        """(strike, strikes needed, bad, why) of what the worker was on; 0 strikes if nobody is to blame."""
+        nobody = (0, 0, False, NO_SUSPICION)
         maybe_chance = _maybe_chance(event)
         if task is not None and task.lives is not None:
-            return task.attempt + 1, task.lives, task.attempt + 1 >= task.lives
+            return task.attempt + 1, task.lives, task.attempt + 1 >= task.lives, NO_SUSPICION
         if task is None or on is None:
             self._kills += maybe_chance
-            return 0, 0, False
+            return nobody
         if on.stage is Stage.FETCH_MANY:
             self._kills += maybe_chance
             task.alone = True  # one by one, so that the next death has a name
-            return 0, 0, False
+            return nobody
         if on.stage is Stage.REPLAY and maybe_chance:
             self._kills += 1
-            return 0, 0, False  # what it replays was loaded before, and did no harm
+            return nobody  # what it replays was loaded before, and did no harm
         past = past_of(task)
         position = blamed_position(on)
         if not maybe_chance:
             strike = past.crashes[position] = past.crashes.get(position, 0) + 1
-            return strike, self._strikes, strike >= self._strikes
-        hits, exposed_s = past.hits.get(position, (0, 0.0))
+            return strike, self._strikes, strike >= self._strikes, NO_SUSPICION
+        suspicion = self._suspect(event, past.hits, position, on.seconds, alone)
+        bad = suspicion.here >= self._strikes and suspicion.chance < CHANCE
+        return suspicion.here, self._strikes, bad or suspicion.alone >= self._strikes, suspicion
+
+    def _suspect(
+        self, event: Exited, all_hits: dict[int, tuple[int, float, int]], position: int, seconds: float, alone: bool
+    ) -> Suspicion:
+        """One more death here that may have come from outside."""
+        hits, exposed_s, proofs = all_hits.get(position, (0, 0.0, 0))
         self._kills += hits == 0
-        hits, exposed_s = hits + 1, exposed_s + on.seconds
-        past.hits[position] = (hits, exposed_s)
+        hits, exposed_s, proofs = hits + 1, exposed_s + seconds, proofs + (alone and event.for_memory)
+        all_hits[position] = (hits, exposed_s, proofs)
         lived_s = (event.at - self.opened_at) * self._workers
         self._luck = luck(hits, self._kills - 1 + hits, exposed_s, lived_s)
-        return hits, self._strikes, hits >= self._strikes and self._luck < CHANCE
+        return Suspicion(hits, self._outside, self._luck, proofs)
 
     def _looks_like_inherited_lock(self, event: Exited, on: Place | None) -> bool:
         """A hang on the first sample of all: the fork may have copied a lock that was held. True once at most."""
@@ -170,7 +187,8 @@ def _maybe_chance(event: Exited) -> bool:
 #
 # The code that was running causes a crash (SIGSEGV, an exit, our deadline). It may cause a SIGKILL or SIGTERM as well:
 # a sample that makes the kernel kill its worker looks just like a scheduler that kills workers at random. So such a
-# death counts only if chance does not explain it.
+# death counts only if chance does not explain it, or if the kernel says that it was for memory, and the worker was the
+# only one at work.
 #
 # Suppose that the kills are random. Then each of the `deaths` so far fell somewhere into the time that all workers
 # together have lived. The chance that one of them fell on this sample is the sample's share of that time: the seconds

@@ -14,7 +14,7 @@ The rules:
  3. Every event names a worker and its life; events of earlier lives are ignored.
  4. Batch n is delivered once, after batch n-1. With `in_order=False` it is delivered once, when it comes.
  5. A sample is bad when it has ended `strikes` lives. A death that may come from outside counts only if chance does not
-    explain it (inquest.py).
+    explain it, or if the kernel killed the worker for memory while no other worker was at work (inquest.py).
  6. The restart budget counts the deaths of one worker since the last progress of any worker. Progress is a finished
     batch, or a position in a batch that was not reached before.
  7. A worker that never comes up ends the run after a few tries.
@@ -65,6 +65,7 @@ from holdfast.core.messages import (
     Stage,
     Start,
     Stop,
+    Suspicion,
     TakeBack,
     Why,
     Withdrawn,
@@ -364,20 +365,22 @@ class Ledger:
 
     def _died(self, worker: WorkerState, task: Task | None, on: Place | None, event: Exited) -> list[Action]:
         """Nobody asked it to end: what was it on, and what is to be done?"""
-        outcome, strike, needed = self._inquest.hold(event, worker, task, on)
+        alone = not any(other.tasks for other in self._workers if other is not worker)
+        outcome, strike, needed, suspicion = self._inquest.hold(event, worker, task, on, alone)
         if outcome is AfterDeath.RENEW:
             return self._renew(event)
         spare = 0 if task is None or on is None else on.spare
         if outcome is AfterDeath.STOP:
-            return [Note(event, Did.STOPPED, strike, needed, spare), self._stop(Why.RESTARTS, event)]
+            note = Note(event, Did.STOPPED, strike, needed, spare, suspicion=suspicion)
+            return [note, self._stop(Why.RESTARTS, event)]
         actions: list[Action] = []
         if task is None or on is None:
             did = Did.STARTED
         elif outcome is AfterDeath.BAD:
-            did, actions = self._give_up(worker, task, on, event)
+            did, actions = self._give_up(worker, task, on, event, suspicion)
         else:
             did = Did.SENT_AGAIN
-        actions = [Note(event, did, strike, needed, spare), *actions]
+        actions = [Note(event, did, strike, needed, spare, suspicion=suspicion), *actions]
         if self.stopped:
             return actions
         if task is not None:
@@ -412,7 +415,9 @@ class Ledger:
         actions = self._dispatch.give_again(worker)
         return [*actions, *self._dispatch.open(worker)] if left else actions
 
-    def _give_up(self, worker: WorkerState, task: Task, on: Place, event: Exited) -> tuple[Did, list[Action]]:
+    def _give_up(
+        self, worker: WorkerState, task: Task, on: Place, event: Exited, suspicion: Suspicion
+    ) -> tuple[Did, list[Action]]:
         """A sample, or a whole batch, is bad: do with it what the policy says."""
         position = on.position if on.spare else blamed_position(on)
         if on.spare and on.spare not in task.deadly:
@@ -421,7 +426,7 @@ class Ledger:
         if self._streams is not None or hopeless or self._policy.bad_sample == "raise":
             del worker.tasks[task.id]
             task.done = True
-            task.result = Lost(task.id, position, event, task.attempt + 1)
+            task.result = Lost(task.id, position, event, task.attempt + 1, suspicion)
             if self._streams is not None:
                 return Did.GAVE_UP_STREAM, self._end_stream(worker)
             self._breaker.seen += task.samples

@@ -194,7 +194,7 @@ class Exhausted(NamedTuple):
 
 class Exited(NamedTuple):
     """A life ended. All that it said was told before this. `on` is None if nobody knows what it was on. Only diagnosis
-    reads `evidence`.
+    reads `evidence`. `for_memory`: the kernel killed it for memory, and that is known, not guessed.
     """
 
     worker: int
@@ -204,6 +204,7 @@ class Exited(NamedTuple):
     code: int
     on: Place | None
     evidence: object = None
+    for_memory: bool = False
 
 
 class Allowed(NamedTuple):
@@ -313,6 +314,22 @@ class Renew(NamedTuple):
     """Replace the keeper: its workers hang as if they had inherited a lock that is held. Starts follow."""
 
 
+class Suspicion(NamedTuple):
+    """What speaks against a sample if its deaths may have come from outside.
+
+    `here`: such deaths at this sample; `in_all`: such deaths so far, wherever; `chance`: that plain bad luck explains
+    those here; `alone`: those here for which the kernel killed a worker for memory while no other was at work.
+    """
+
+    here: int = 0
+    in_all: int = 0
+    chance: float = 1.0
+    alone: int = 0
+
+
+NO_SUSPICION = Suspicion()
+
+
 class Note(NamedTuple):
     """An incident: what happened, what the ledger did about it, and which strike of how many it is for the sample.
 
@@ -326,6 +343,7 @@ class Note(NamedTuple):
     needed: int
     spare: int = 0
     at_work: int = 0
+    suspicion: Suspicion = NO_SUSPICION
 
 
 class Stop(NamedTuple):
@@ -359,3 +377,4 @@ class Lost(NamedTuple):
     position: int
     event: Exited
     attempts: int
+    suspicion: Suspicion = NO_SUSPICION

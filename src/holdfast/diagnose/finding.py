@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from holdfast.core.messages import Cause, Did, Stage, What
+from holdfast.core.messages import NO_SUSPICION, Cause, Did, Stage, Suspicion, What
 from holdfast.remote_exception import Raised, shown
 from holdfast.system.evidence import Evidence
 
@@ -43,6 +43,7 @@ class Case:
     attempt: int = 1
     strike: int = 0
     needed: int = 0
+    suspicion: Suspicion = NO_SUSPICION
     cause: Cause | None = None
     code: int = 0
     evidence: Evidence | None = None

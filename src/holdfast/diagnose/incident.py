@@ -15,6 +15,7 @@ from holdfast.errors import legible
 from holdfast.remote_exception import shown
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
+from holdfast.system.procfs import in_words, name_of
 from holdfast.system.snapshot import Snapshot
 
 # Letters of a line in the log: with "WARNING:holdfast:" before it, it fits 120 columns. At least so many are the
@@ -29,7 +30,7 @@ _ABOUT = frozenset(("unknown", "descriptors-exhausted", "cannot-start-process"))
 _NEAR = 0.8
 # Paths, threads and children that are shown, and letters of each.
 _SHOWN = 4
-_LETTERS = 80
+_LETTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Incident:
     """What it is about, as `What` has it, in small letters."""
 
     def __str__(self) -> str:
-        lines = [self.headline, f"  {self.finding}: {self.says}"]
+        lines = [self.headline, f"  {self.finding}{self.sure}: {self.says}"]
         lines += [f"    seen   {'; '.join(self.seen)}"] if self.seen else []
         lines += [f"    did    {self.did}"] if self.did else []
         lines += [f"    try    {self.advice}", f"    more   holdfast explain {self.finding}"]
@@ -73,11 +74,16 @@ class Incident:
         return legible("\n".join(lines))
 
     @property
+    def sure(self) -> str:
+        """What is not known for certain says so."""
+        return "" if self.confidence == "certain" else f" ({self.confidence})"
+
+    @property
     def line(self) -> str:
         """For the log: what happened, to which sample, what was done, as much as fits. The report has the rest."""
         texts = (self.headline, self.says, self.did)
         headline, says, did = (legible(text).replace("\n", "\\n") for text in texts)
-        return _fitted(headline, f" [{self.finding}]", says, did)
+        return _fitted(headline, f" [{self.finding}]{self.sure}", says, did)
 
 
 def _fitted(headline: str, finding: str, says: str, did: str) -> str:
@@ -176,14 +182,14 @@ def what_it_had(finding: str, case: Case) -> tuple[str, ...]:
     if crowded and group is not None and not about:
         facts.append(f"cgroup pids.max {group.pids_max}, in use {group.pids_now} without it")
     if look.children and (about or crowded):
-        facts.append(f"processes it had started: {_some([f'{pid} ({text})' for pid, text in look.children])}")
+        facts.append(f"processes it had started: {_some([f'{pid} ({name_of(text)})' for pid, text in look.children])}")
     if not facts:
         return ()
     return (f"{look.age_s:.1f} s before: {facts[0]}" if look.age_s >= 0.05 else facts[0], *facts[1:])
 
 
 def _descriptors(look: Snapshot, soft: int | None) -> str:
-    paths = ", ".join(f"{count} x {path}" for path, count in look.paths[:_SHOWN])
+    paths = in_words(look.paths[:_SHOWN])
     limit = f", the limit is {soft}" if soft is not None else ""
     return f"{look.descriptors} descriptors open{limit} ({paths}{', ...' if len(look.paths) > _SHOWN else ''})"
 
@@ -308,6 +314,8 @@ def where(case: Case) -> str:
         Stage.REPLAY: "while bringing its stream back to its place for",
     }.get(case.stage or Stage.FETCH)
     strikes = f", strike {case.strike} of {case.needed}" if case.needed else ""
+    if case.strike > case.needed > 0:
+        strikes = f", death {case.strike} at this {'sample' if doing is None else 'batch'}"
     about = f"batch {case.task}, attempt {case.attempt}{strikes}"
     if doing is not None:
         return f"{doing} batch {case.task} (attempt {case.attempt}{strikes})"

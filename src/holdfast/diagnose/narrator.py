@@ -17,7 +17,7 @@ from holdfast.diagnose.incident import TEXT, BadSample, Incident, as_dict, at_mo
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import WorkerStats
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised
+from holdfast.remote_exception import Raised, shown
 from holdfast.system.evidence import Evidence
 from holdfast.system.signal_origin import warn
 
@@ -76,6 +76,8 @@ class Record:
     counts: Counter[str] = field(default_factory=Counter)
     last_at: dict[str, float] = field(default_factory=dict)
     """When each finding was last named, also of incidents that are only counted."""
+    repeats: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """How often the same (finding, index, did) was added; of no more than `KEPT`."""
     waited_s: float = 0.0
     ran_s: float = 0.0
     need: int = 0
@@ -87,13 +89,19 @@ class Record:
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
 
-    def add(self, incident: Incident) -> None:
+    def add(self, incident: Incident) -> int:
+        """Gives how often the same has happened to the same sample, and had the same end."""
         if self.kept_in is not None:
             self.kept_in.write(as_dict(incident))
         self.counts[f"incident:{incident.finding}"] += 1
         self.last_at[incident.finding] = incident.at
         if len(self.incidents) < KEPT:
             self.incidents.append(incident)
+        if incident.index is None or len(self.repeats) >= KEPT:
+            return 1
+        same = (incident.finding, shown(incident.index), incident.did)
+        self.repeats[same] += 1
+        return self.repeats[same]
 
     def add_bad(self, bad: BadSample) -> None:
         self.counts["bad_samples"] += 1
@@ -127,10 +135,11 @@ class Narrator:
         raise NotImplementedError
 
     def tell(self, case: Case) -> Incident:
-        """Put this case into the report and the log."""
+        """Put this case into the report and the log. The log has the 1st, 2nd, 4th, 8th, ... of the same."""
         incident = incident_of(case)
-        self.record.add(incident)
-        warn(incident.line)
+        times = self.record.add(incident)
+        if times & (times - 1) == 0:
+            warn(incident.line if times == 1 else f"{incident.line} ({times} times so far)")
         return incident
 
     def incident(self, note: Note | Silence) -> None:
@@ -182,6 +191,7 @@ class Narrator:
             code=event.code,
             strike=note.strike,
             needed=note.needed,
+            suspicion=note.suspicion,
             attempt=max(1, note.strike),
             did=self.did(note),
             done=note.did,

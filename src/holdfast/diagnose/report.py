@@ -99,7 +99,7 @@ class Report:
         return list(dict.fromkeys(i.finding for i in self.incidents))
 
     def _folded(self, name: str) -> list[str]:
-        """One finding: how often, and one example in full."""
+        """One finding: how often, and the last one in full: it says what was done in the end."""
         same = [i for i in self.incidents if i.finding == name]
         count = self._counts[f"incident:{name}"]
         indices = list(dict.fromkeys(shown(i.index) for i in same if i.index is not None))
@@ -107,7 +107,7 @@ class Report:
         if indices:
             more = ", ..." if len(indices) > _EXAMPLES else ""
             lines.append(f"    at index {', '.join(indices[:_EXAMPLES])}{more}")
-        lines += [f"    {line}" for line in str(same[0]).splitlines()]
+        lines += [f"    {line}" for line in str(same[-1]).splitlines()]
         return lines
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,26 +18,27 @@ from holdfast.shm.main_module import GUARD, NO_GUARD
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
 
+# Only where they do not start again by themselves.
+_RESTARTS = "; Policy(restarts=3) starts all ranks again"
 # Advice for ranks, where the rules advise on workers of a loader.
 _ADVICE = {
     "worker-oom-killed": "use a smaller batch or model per rank, fewer ranks (nprocs), or fewer loader workers in each "
     "rank; `holdfast doctor` shows what this machine grants",
-    "worker-killed": "look at the scheduler's log, and for whoever runs kill -9 or pkill here; "
-    "Policy(restarts=3) starts all ranks again",
+    "worker-killed": f"look at the scheduler's log, and for whoever runs kill -9 or pkill here{_RESTARTS}",
     "worker-exited": "look for sys.exit, os._exit or a library that calls exit() in what the function does",
 }
 _CRASHED = "the last Python line of the stack called the library that crashed"
 _MOST_TEXT = 300
 
 
-def case_of(rank: Rank, did: str = "") -> Case:
+def case_of(rank: Rank) -> Case:
     """A rank's end as the rules of diagnosis ask for it: they treat a rank like a worker."""
     last_words = rank.last_words
     code = rank.exit_code
     if last_words is not None and last_words.what in ("raised", "boot"):
         what = What.BOOT if last_words.what == "boot" else What.RAISED
         about = {"worker": rank.number, "pid": rank.pid, "worker_memory": rank.growth_bytes}
-        return Case(what=what, raised=last_words.raised, did=did, **about)  # type: ignore[arg-type]
+        return Case(what=what, raised=last_words.raised, **about)  # type: ignore[arg-type]
     return Case(
         what=What.EXITED if rank.entered or code <= 0 else What.BOOT,
         worker=rank.number,
@@ -45,7 +46,6 @@ def case_of(rank: Rank, did: str = "") -> Case:
         cause=Cause.SIGNAL if code < 0 else Cause.EXIT,
         code=abs(code),
         evidence=rank.evidence,
-        did=did,
     )
 
 
@@ -91,7 +91,7 @@ def finding_of(case: Case) -> Finding:
 
 
 def _of_a_rank(text: str) -> str:
-    return text.replace("the worker", "the rank")
+    return text.replace("the worker", "the rank").replace("the sample's own code", "its own code")
 
 
 def echo_finding(done: Sequence[str]) -> Finding:
@@ -149,10 +149,14 @@ class FailedAttempt:
         self._verdict = verdict
         self._number = number
         self.rank = next(rank for rank in group.ranks if rank.number == verdict.cause.rank)
-        case = case_of(self.rank, "; ".join(filter(None, (self._stopped(), did))))
+        case = case_of(self.rank)
         self.boot = case.what is What.BOOT
+        did = "" if self.boot else did  # who cannot start is not started again
+        case = replace(case, did="; ".join(filter(None, (self._stopped(), did))))
         echo = group.kind_of(self.rank) is EndKind.ECHO
         finding = echo_finding(self._done()) if echo else finding_of(case)
+        if most > 1:
+            finding = replace(finding, advice=finding.advice.replace(_RESTARTS, ""))
         lived = max(0.0, (verdict.cause.at_ns - self.rank.began_ns) / 1e9)
         about = f"rank {self.rank.number} of {len(group.ranks)}, pid {self.rank.pid}, {lived:.1f} s after its start"
         about += f", attempt {number} of {most}" if most > 1 else ""

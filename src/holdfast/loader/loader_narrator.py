@@ -28,7 +28,7 @@ _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": 
 # What the ledger did about a death.
 _DID_ABOUT_DEATH = {
     Did.NOTHING: "nothing: its stream had ended",
-    Did.STARTED: "started a new worker; no sample was being loaded",
+    Did.STARTED: "started a new worker; no batch was lost",
     Did.SENT_AGAIN: "started a new worker, which loads the batch again",
     Did.RENEWED: "started a new keeper and new workers; charged to no sample",
     Did.REFRESHED: "started a fresh worker in its place",
@@ -98,7 +98,7 @@ class LoaderNarrator(Narrator):
 
     def lost(self, lost: Lost) -> WorkerLost:
         """A sample or a batch ended too many lives. Gives the error to raise for it."""
-        case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0))
+        case = self.death(Note(lost.event, Did.GAVE_UP_TASK, lost.attempts, 0, suspicion=lost.suspicion))
         case = replace(case, did="nothing more: next() raises for this batch")
         incident = incident_of(case)
         if lost.position >= 0 and (lost.task, lost.position) not in self._given_up:  # (that was told of then)

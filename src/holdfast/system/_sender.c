@@ -17,7 +17,10 @@ Optional: without a compiler the report says "sender unknown", see system/signal
 
 #define MAP_LINE 512 /* bytes of a line of /proc/self/maps: addresses, rights, offset, device, inode, path */
 #define LEVELS 6    /* the sender, its parent, and so on */
-#define COMMAND 300 /* bytes of a command line */
+#define SENDER 900  /* bytes of the sender's command line: a JVM's main class stands behind all its options */
+#define COMMAND 300 /* bytes of that of its parents */
+#define WORD 120    /* bytes of one word: a class path may have thousands */
+#define CUT 0x1e    /* what stands where the middle of a command line is left out */
 
 /* As system/signal_origin.py reads it. */
 struct note {
@@ -51,6 +54,33 @@ static ssize_t slurp(int64_t pid, const char *name, char *to, size_t size) {
     ssize_t got = read(fd, to, size);
     close(fd);
     return got;
+}
+
+/* A command line in at most `size` bytes (SENDER is the most): long words are cut, then the middle is left out. */
+static __attribute__((noinline)) size_t put_command(int64_t pid, char *to, size_t size) {
+    char path[64] = "/proc/", chunk[256], last[SENDER];
+    size_t at = 6 + put_number(path + 6, pid), head = size / 3, tail = size - head - 1, count = 0, word = 0;
+    ssize_t got;
+    for (const char *name = "/cmdline"; *name;) path[at++] = *name++;
+    path[at] = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    while ((got = read(fd, chunk, sizeof chunk)) > 0)
+        for (ssize_t i = 0; i < got; i++) {
+            word = chunk[i] ? word + 1 : 0;
+            if (word > WORD) continue;
+            char c = word > WORD - 3 ? '.' : (unsigned char)chunk[i] < ' ' ? ' ' : chunk[i];
+            if (count < head) to[count] = c;
+            else last[(count - head) % tail] = c;
+            count++;
+        }
+    close(fd);
+    if (count <= head) return count;
+    size_t behind = count - head, begin = 0;
+    at = head;
+    if (behind > tail) to[at++] = CUT, begin = behind % tail, behind = tail;
+    for (size_t i = 0; i < behind; i++) to[at++] = last[(begin + i) % tail];
+    return at;
 }
 
 static int64_t parent_of(int64_t pid) {
@@ -127,12 +157,12 @@ static void note(int number, siginfo_t *info, void *context) {
     size_t at = 0;
     if (fault && room > MAP_LINE) at = mapping_of((uint64_t)(uintptr_t)info->si_addr, page->text);
     int64_t pid = info->si_code > 0 ? 0 : info->si_pid; /* above 0 the kernel sent it, and there is no sender */
-    for (int level = 0; level < LEVELS && pid > 0 && at + COMMAND + 32 < (size_t)room; level++) {
+    for (int level = 0; level < LEVELS && pid > 0; level++) {
+        size_t most = level ? COMMAND : SENDER;
+        if (at + most + 32 >= (size_t)room) break;
         at += put_number(page->text + at, pid);
         page->text[at++] = '\t';
-        ssize_t got = slurp(pid, "/cmdline", page->text + at, COMMAND);
-        for (ssize_t i = 0; i < got; i++, at++)
-            if ((unsigned char)page->text[at] < ' ') page->text[at] = ' ';
+        at += put_command(pid, page->text + at, most);
         page->text[at++] = '\n';
         pid = parent_of(pid);
     }

@@ -235,7 +235,12 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Oom:
-    """A counter of the kernel's that rose around a death. `scope`: "cgroup" or "host"."""
+    """A counter of the kernel's that rose around a death.
+
+    `scope`: "cgroup": that of its own group. "host": that of the machine, where that of its group cannot be read.
+    "elsewhere": that of the machine, and not that of its group. The kernel counts each kill in both, so that was
+    another process.
+    """
 
     scope: str
     before: int
@@ -271,17 +276,18 @@ class OomWatch:
     def _refresh(self, now: float) -> None:
         self._looked = now
         before, self._seen = self._seen, self._read()
-        for scope in ("cgroup", "host"):  # a kill for a group's limit counts for the host too
+        for scope in ("cgroup", "host"):  # a kill in the group counts for the host too
             was, is_now = before[scope], self._seen[scope]
             if was is not None and is_now is not None and is_now > was:
-                self._kills += [(now, Oom(scope, count, count + 1)) for count in range(was, is_now)]
+                known = "host" if before["cgroup"] is None else "elsewhere"
+                named = scope if scope == "cgroup" else known
+                self._kills += [(now, Oom(named, count, count + 1)) for count in range(was, is_now)]
                 break
 
     def claim(self, now: float) -> Oom | None:
-        """A worker was killed: by the kernel for memory?"""
+        """A worker was killed: by the kernel for memory? A kill in its own group explains it best."""
         self._refresh(now)
-        while self._kills:
-            at, kill = self._kills.popleft()
-            if now - at <= CLAIM_S:
-                return kill
-        return None
+        fresh = [(at, kill) for at, kill in self._kills if now - at <= CLAIM_S]
+        best = next((one for one in fresh if one[1].scope == "cgroup"), fresh[0] if fresh else None)
+        self._kills = deque(one for one in fresh if one is not best)
+        return best[1] if best is not None else None

@@ -6,6 +6,7 @@ an exception while it handles it.
 
 import errno
 import os
+import re
 import resource
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
@@ -20,6 +21,9 @@ from holdfast.system.snapshot import Bounds, Snapshot
 
 _FULL = 1 << 20
 _STACK = 16 << 20
+# Letters of a text that are looked through, and an errno in it, with its meaning before it.
+_TEXT = 2000
+_NUMBER = re.compile(r": ([A-Z][^:()]*) \((\d{1,3})\)")
 _MOST_SHARED = 3
 # Whose world this process lives in, by what they leave in the environment.
 _WORLDS = {
@@ -39,6 +43,8 @@ class Sign(Enum):
 
     STACK_REFUSED = auto()  # our own limit on memory leaves no room for the stack of a thread
     SHM_FULL = auto()  # the file system that is full is /dev/shm
+    OPEN_FILES = auto()  # most of its descriptors are files
+    OPEN_TENSORS = auto()  # most of its descriptors are the shared memory of torch's tensors
     SHARED_FILE = auto()  # a file was open before the fork, and all workers read it at one position
     ADDRESSES_LIMITED = auto()  # RLIMIT_AS is set
     DATA_LIMITED = auto()  # RLIMIT_DATA is set
@@ -102,6 +108,9 @@ class Evidence:
     group: ControlGroup | None = None
     pressure: float = 0.0
     """Share of the last ten seconds, in per cent, in which somebody on this machine waited for memory (PSI)."""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    """Of the machine's memory: what could be had after the death, and all of it. 0 when not looked at."""
     shm_free: int = -1
     """Bytes free in /dev/shm; -1 where there is none."""
     sender: Sender | None = None
@@ -127,6 +136,18 @@ class Evidence:
     bounds: Bounds | None = None
     """What the kernel allowed it, read before it was reaped."""
 
+    @property
+    def for_memory(self) -> bool:
+        """The kernel killed it for memory, and that is known: its log names this process, or the counter of its own
+        group rose. (The machine's counter rises for anybody.)
+        """
+        return bool(self.kernel_log) or (self.oom is not None and self.oom.scope == "cgroup")
+
+    @property
+    def last_bytes(self) -> int:
+        """Its resident size when it was last seen; its peak where that is not known."""
+        return next((size for _, size in reversed(self.memory) if size), self.peak_bytes)
+
 
 def shortened(value: Any, entries: int, letters: int) -> Any:
     """The same evidence, or part of it: no list of texts has more entries, and no text more letters. Figures stay."""
@@ -149,8 +170,11 @@ def at_death(evidence: Evidence, oom: OomWatch, now: float, *, killed: bool, rea
 
     `read_log`: whether the kernel's log may be read for it, which takes milliseconds.
     """
+    free, total = procfs.free_memory() if killed else (0, 0)
     return replace(
         evidence,
+        free_bytes=free,
+        total_bytes=total,
         oom=oom.claim(now) if killed else None,
         counters=oom.readable,
         kernel_log=procfs.kernel_says(evidence.pid, now - evidence.lived_s) if killed and read_log else "",
@@ -230,11 +254,9 @@ def facts_of(error: BaseException) -> Facts:
     """What the system knows about this exception. Which process: the worker, while it handles the exception."""
     if isinstance(error, StreamBroken) and error.diverged:
         return Facts(signs=frozenset({Sign.DIVERGED}))
-    number = error.errno if isinstance(error, OSError) else None
+    number = error_number(error)
     if number in (errno.EMFILE, errno.ENFILE):
-        count, paths = procfs.open_files()
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return Facts((f"{count} descriptors open, the limit is {soft}", f"open: {paths}"))
+        return _descriptors()
     if number == errno.ENOSPC:
         return _full(error)
     if number == errno.EDQUOT:
@@ -249,13 +271,33 @@ def facts_of(error: BaseException) -> Facts:
         return Facts((full, *texts), frozenset({Sign.STACK_REFUSED}))
     if number == errno.ENOMEM or isinstance(error, MemoryError) or "can't allocate memory" in str(error)[:200]:
         return _memory()
-    if number is not None:
+    if number:
         return Facts(_about_path(error))
     shared = [
         f"open since before the fork, read at one position by all: {path}, at byte {position}"
         for path, position in procfs.shared_files()[:_MOST_SHARED]
     ]
     return Facts(tuple(shared), frozenset({Sign.SHARED_FILE} if shared else ()))
+
+
+def error_number(error: BaseException) -> int:
+    """The errno that an exception is about: its own; or the one in a text of torch's, which raises RuntimeError with
+    "...: No space left on device (28)". 0 for none.
+    """
+    if isinstance(error, OSError):
+        return error.errno if isinstance(error.errno, int) else 0
+    found = _NUMBER.search(str(error)[:_TEXT]) if isinstance(error, RuntimeError) else None
+    return int(found[2]) if found is not None and os.strerror(int(found[2])) == found[1] else 0
+
+
+def _descriptors() -> Facts:
+    """What the descriptors of this process are, now that there are too many."""
+    count, paths = procfs.open_files()
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = max(paths, key=lambda one: one[1], default=("", 0))[0]
+    sign = Sign.OPEN_TENSORS if "torch_" in most else Sign.OPEN_FILES if most.startswith("/") else None
+    texts = (f"{count} descriptors open, the limit is {soft}", f"open: {procfs.in_words(paths)}")
+    return Facts(texts, frozenset({sign} if sign is not None else ()))
 
 
 def _about_path(error: BaseException) -> tuple[str, ...]:
@@ -270,6 +312,8 @@ def _full(error: BaseException) -> Facts:
     """The file systems that are full; the file itself is not named by a failed write, and closed by now."""
     named = getattr(error, "filename", None)
     places = [os.path.dirname(os.path.abspath(named))] if isinstance(named, str) else []
+    if not isinstance(error, OSError) and "torch_" in str(error)[:_TEXT]:
+        places = ["/dev/shm"]  # the shared memory of a tensor: torch has given it back by now
     facts: list[str] = []
     signs = frozenset[Sign]()
     for place in dict.fromkeys([*places, "/dev/shm", *procfs.mounts()]):
@@ -278,10 +322,13 @@ def _full(error: BaseException) -> Facts:
         except OSError:
             continue  # not ours to look at
         free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
-        if size and free < _FULL and not about.f_flag & os.ST_RDONLY:
+        no_inodes = about.f_files > 0 and about.f_favail == 0
+        full = size and (free < _FULL or no_inodes) and not about.f_flag & os.ST_RDONLY
+        if place in places or full:
             if not facts and Path("/dev/shm") in (Path(place), *Path(place).parents):
                 signs = frozenset({Sign.SHM_FULL})
-            facts.append(f"{place}: {free >> 20} of {size >> 20} MiB free")
+            inodes = f", 0 of {about.f_files} inodes" if no_inodes else ""
+            facts.append(f"{place}: {free >> 20} of {size >> 20} MiB free{inodes}")
     return Facts(tuple(facts), signs)
 
 

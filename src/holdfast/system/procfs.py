@@ -11,12 +11,13 @@ import select
 import stat
 import struct
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.system import linux
-from holdfast.system.redact import mask
+from holdfast.system.redact import MOST, mask
 
 # The calls in which programs wait, by number; those of other machines are shown as numbers.
 _CALLS = {
@@ -98,10 +99,30 @@ _MOST_POLLED = 8
 _MOST_PATHS = 3
 # Descriptors of our own that are looked through.
 _MOST_READ = 256
-# Letters of a command line that are kept; some hold whole scripts. It goes over a socket with the rest.
-_COMMAND = 300
+# Letters of a command line that are kept; some hold whole scripts, and a JVM's main class stands behind its options. It
+# goes over a socket with the rest.
+_COMMAND = 2000
 # Bytes of it that are read: what is hidden becomes shorter.
 _COMMAND_READ = 4096
+# Letters of a name.
+_NAME = 100
+_SHELLS = frozenset(("sh", "bash", "dash", "ash", "zsh", "ksh"))
+# Options whose value is the next word.
+_WITH_VALUE = frozenset(
+    (
+        "-cp",
+        "-classpath",
+        "--class-path",
+        "-p",
+        "--module-path",
+        "--add-opens",
+        "--add-exports",
+        "--add-modules",
+        "-W",
+        "-X",
+    )
+)
+_CLASS = re.compile(r"[A-Za-z_$][\w$]*([./][\w$]+)*")
 # Threads and children that are named one by one.
 _MOST_THREADS = 64
 _MOST_CHILDREN = 32
@@ -188,18 +209,41 @@ def descriptor(pid: int | str, fd: int) -> str:
     return target.partition(":")[0] if target.startswith(("socket:", "pipe:", "anon_inode:")) else target
 
 
-def open_files(pid: int | str = "self") -> tuple[int, str]:
-    """How many descriptors, and the paths that most of them stand for."""
+def open_files(pid: int | str = "self") -> tuple[int, tuple[tuple[str, int], ...]]:
+    """How many descriptors, and what most of them stand for."""
     try:
         fds = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
     except OSError as error:
         if error.errno != errno.EMFILE:
-            return 0, ""
+            return 0, ()
         # To list them takes one descriptor more. They are the lowest there are.
         fds = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     names = [name for fd in fds if (name := descriptor(pid, fd))]
-    most = ", ".join(f"{count} x {path}" for path, count in Counter(names).most_common(_MOST_PATHS))
-    return len(names), most
+    return len(names), most_open(names)
+
+
+def most_open(names: Sequence[str], most: int = _MOST_PATHS) -> tuple[tuple[str, int], ...]:
+    """What most of them stand for, and how many. A leak opens another file each time: files that are open once count by
+    their folder, or by one further up if no folder has most of them.
+    """
+    counts = Counter(names)
+    folders: dict[str, list[str]] = {}
+    for name in [name for name, count in counts.items() if count == 1 and name.startswith("/")]:
+        folders.setdefault(os.path.dirname(name), []).append(name)
+    once = [name for inside in folders.values() for name in inside]
+    if 2 * max(map(len, folders.values()), default=0) < len(once):
+        folders = {os.path.commonpath(once): once}
+    for folder, inside in folders.items():
+        if len(inside) > 1 and folder != "/":
+            for name in inside:
+                del counts[name]
+            counts[f"{folder}/* ({os.path.relpath(inside[-1], folder)}, ...)"] = len(inside)
+    return tuple(counts.most_common(most))
+
+
+def in_words(paths: Iterable[tuple[str, int]]) -> str:
+    """ "90 x /data/* (a.png, ...), 3 x pipe"."""
+    return ", ".join(f"{count} x {path}" for path, count in paths)
 
 
 def shared_files() -> list[tuple[str, int]]:
@@ -272,12 +316,48 @@ def children(pid: int, most_threads: int | None = None) -> tuple[tuple[int, str]
 
 def command(pid: int) -> str:
     """Its command line, without secrets; "" for one that has ended."""
+    return mask(whole_command(pid, _COMMAND_READ))[:_COMMAND]
+
+
+def whole_command(pid: int, most: int = MOST) -> str:
+    """With its secrets, and its words apart by NUL; "" for one that has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            text = file.read(_COMMAND_READ)
+            return file.read(most).decode(errors="replace").strip("\0 ")
     except OSError:
         return ""
-    return mask(text.decode(errors="replace").strip("\0 "))[:_COMMAND]
+
+
+def name_of(command: str) -> str:
+    """What a process is, by its command line: a JVM's main class or jar, Python's module or script, a shell's order."""
+    words = command.split()
+    program = os.path.basename(words[0]) if words else ""
+    if program == "java":
+        name = _named(words, _CLASS, ("-jar", "-m", "--module"))
+    elif re.fullmatch(r"python[\d.]*", program):
+        name = _named(words, re.compile(r"[^-].*"), ("-m", "-c"))
+    elif program in _SHELLS and "-c" in words:
+        name = f"{program} -c {command.partition(' -c ')[2]}"
+    else:
+        name = ""
+    name = name or command
+    return name if len(name) <= _NAME else name[: _NAME - 3] + "..."
+
+
+def _named(words: Sequence[str], main: re.Pattern[str], options: tuple[str, ...]) -> str:
+    """The program, and the word that says what it runs: the first that is no option, or the value of one of these."""
+    program, skipped = os.path.basename(words[0]), False
+    for number, word in enumerate(words[1:], 1):
+        if skipped:
+            skipped = False
+        elif word in options and number + 1 < len(words):
+            value = " ".join(words[number + 1 :]) if word == "-c" else words[number + 1]
+            return f"{program} {word} {value}"
+        elif word in _WITH_VALUE:
+            skipped = True
+        elif not word.startswith("-") and word != "..." and main.fullmatch(word):
+            return f"{program} {word}"
+    return ""
 
 
 def wait_channel(pid: int) -> str:
@@ -363,6 +443,16 @@ def memory_pressure() -> float:
     except OSError:
         return 0.0
     return float(found[1]) if found else 0.0
+
+
+def free_memory() -> tuple[int, int]:
+    """(bytes that can still be had, bytes that there are) of this machine; zeros where that is not told."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0, 0
+    found = {name: int(size) << 10 for name, size in re.findall(r"^(MemTotal|MemAvailable):\s*(\d+)", text, re.M)}
+    return found.get("MemAvailable", 0), found.get("MemTotal", 0)
 
 
 def kernel_says(pid: int, since: float) -> str:

@@ -13,7 +13,7 @@ from holdfast.system import secret_patterns as known
 
 HIDDEN = "***"
 # Letters that are looked at, and shown; whole scripts stand on command lines.
-_MOST = 4096
+MOST = 16_384
 _ENDS = ("|", "||", "&&", "&", ";")
 # Behind these a shell expects a command, also in the middle of a word.
 _SIGNS = ";|&(`"
@@ -56,7 +56,7 @@ def mask(command: str) -> str:
 
     Arguments may be divided by NUL, as the kernel has them: then one is hidden whole, with the spaces in it.
     """
-    text = _PRIVATE_KEY.sub(HIDDEN, command[:_MOST])
+    text = _PRIVATE_KEY.sub(HIDDEN, command[:MOST])
     text = _WHOLE_HEADER.sub(lambda found: f"{found[1]}{HIDDEN}", text)
     if "\0" in text:
         text = " ".join(_hide_values(text.split("\0")))

@@ -12,6 +12,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from holdfast.shm.memory_file import Memory
+from holdfast.system.procfs import name_of, whole_command
 from holdfast.system.redact import mask
 
 try:
@@ -23,13 +24,14 @@ except ImportError:  # built without a compiler
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 _NOTE = struct.Struct("<7q")  # serial, number, pid, uid, code, bytes of text, address of a fault
-_MOST = 80  # letters of a command line that are shown
+_CUT = "\x1e"  # as in system/_sender.c
+_SAME = 100  # letters of a command line by which a process is known again
 _FROM_TERMINAL = 0x80  # SI_KERNEL: the kernel, for Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """`commands`: the sender's command line, its parent's, and so on; with their pids."""
+    """`commands`: the sender's command line, its parent's, and so on; with their pids. `str()` says what each is."""
 
     pid: int
     uid: int
@@ -46,7 +48,7 @@ class Sender:
             return "the kernel, for the terminal (Ctrl-C, a closed window)"
         if self.pid == 0:
             return "a process outside this container"
-        chain = " < ".join(f"{pid} ({_short(command) or 'gone already'})" for pid, command in self.commands)
+        chain = " < ".join(f"{pid} ({name_of(command) or 'gone already'})" for pid, command in self.commands)
         return f"pid {chain or self.pid}, uid {self.uid}"
 
 
@@ -65,8 +67,16 @@ class Fault:
         return self.size >= 0 and -(-self.size // page) * page <= self.at
 
 
-def _short(command: str) -> str:
-    return command if len(command) <= _MOST else command[: _MOST - 3] + "..."
+def _whole(pid: int, noted: str) -> str:
+    """The command line of one that was noted: the whole of it where it is still there, without secrets.
+
+    Of a long one the handler leaves the middle out. Then the value of an option may stand without its option.
+    """
+    head, cut, tail = noted.strip().partition(_CUT)
+    now = whole_command(pid)
+    if now.replace("\0", " ").startswith(head[:_SAME].rstrip(".")):
+        return mask(now)
+    return mask(head) + (" ... " + mask(" ".join(tail.split()[2:])) if cut else "")
 
 
 class SenderNote:
@@ -98,8 +108,8 @@ class SenderNote:
         if serial == self._read or noted != number or (code > 0 and number in CRASH_SIGNALS):
             return None
         self._read = serial
-        pairs = (line.partition("\t") for line in self._text(length).splitlines())
-        commands = tuple((int(who), mask(command.strip())) for who, _, command in pairs if who.isdigit())
+        pairs = (line.partition("\t") for line in self._text(length).split("\n"))
+        commands = tuple((int(who), _whole(int(who), command)) for who, _, command in pairs if who.isdigit())
         return Sender(pid, uid, code, commands)
 
     def fault(self, number: int) -> Fault | None:

@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +79,7 @@ def look_at(pid: int) -> Snapshot | None:
         return None
     return Snapshot(
         descriptors=max(len(read), linux.descriptors(pid)),
-        paths=tuple(Counter(read).most_common(_MOST_PATHS)),
+        paths=procfs.most_open(read, _MOST_PATHS),
         threads=procfs.threads(pid),
         others=procfs.other_threads(pid),
         children=procfs.children(pid, _MOST_THREADS)[:_MOST_CHILDREN],

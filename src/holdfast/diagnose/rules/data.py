@@ -82,8 +82,7 @@ def shared_since_fork(case: Case) -> Finding | None:
         "a file that was opened before the workers were forked is read by all of them at one shared position: they "
         f"get each other's bytes, and not always with an error; {raised.type_name}: {raised.text}",
         raised.facts,
-        "open it in the worker, at its first sample (keep the path, not the handle; holdfast.FileCache does that), or "
-        'multiprocessing_context="spawn"',
+        "open it in the worker, at its first sample: keep the path, not the handle; holdfast.FileCache does that",
         "likely",
     )
 
@@ -148,7 +147,7 @@ def raised(case: Case) -> Finding | None:
             "exception-not-picklable",
             text,
             ("the exception itself cannot be pickled; its class, text and attributes came as far as they could",),
-            "give it a plain __init__(self, *args) that passes them to super().__init__",
+            "give it a plain __init__(self, *args) that passes them to super().__init__, and no lock or file in it",
         )
     if case.raised.transform and case.stage is not Stage.COLLATE:
         return Finding(

@@ -4,9 +4,9 @@ import re
 import signal
 
 from holdfast.core.inquest import OWN_FAULT
-from holdfast.core.messages import Cause, Did, What
+from holdfast.core.messages import Cause, Did, Suspicion, What
 from holdfast.diagnose.finding import TRAINER, Case, Confidence, Finding
-from holdfast.diagnose.rules.resources import memory_seen
+from holdfast.diagnose.rules.resources import machine_memory, memory_seen
 from holdfast.system.evidence import Evidence
 from holdfast.system.linux import signal_name
 from holdfast.system.signal_origin import Sender
@@ -156,30 +156,68 @@ def killed(case: Case) -> Finding | None:
     if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
     seen = ("exit by SIGKILL, which Holdfast did not send", *memory_seen(evidence), *_around(evidence))
-    if case.needed and case.strike >= case.needed and case.done is not Did.SENT_AGAIN:
-        return Finding(
-            "poison-sample",
-            f"this sample has ended {case.strike} lives by SIGKILL, too often for chance",
-            seen,
-            'load it alone and look at its memory; Policy(bad_sample="skip") goes on without it',
-            "likely",
-        )
-    if not evidence.counters:
+    not_for_memory, counted = _by_the_counters(evidence)
+    given_up = case.needed and case.strike >= case.needed and case.done is not Did.SENT_AGAIN
+    if given_up or _points_at_the_sample(case.suspicion):
+        return _poison(case, (*seen, *counted), not_for_memory)
+    itself = "the task itself" if case.of_pool else "the sample's own code"
+    if not not_for_memory:
         return Finding(
             "worker-killed",
-            "something killed it: the kernel for memory, a scheduler, or a person; its counters cannot be read here",
-            seen,
+            f"something killed it, who is unknown: the kernel for memory, a scheduler, a person, or {itself}",
+            (*seen, *counted),
             "look at `dmesg | grep -i oom` and at the scheduler's log",
             "possible",
         )
-    who = "something outside killed it" if not case.of_pool else "something killed it, the task itself or from outside"
     return Finding(
         "worker-killed",
-        f"{who}, and not the kernel for memory",
-        (*seen, "the kernel's counters of kills for memory did not rise"),
+        f"something killed it, and not the kernel for memory; who is unknown: a scheduler, a person, or {itself}",
+        (*seen, *counted),
         "look at the scheduler's log, and for whoever runs kill -9 or pkill here",
         "likely",
     )
+
+
+# So many kills at one sample, and none elsewhere, point at its own code; among others, where chance is so unlikely.
+_OFTEN, _UNLIKELY = 3, 1e-2
+
+
+def _points_at_the_sample(suspicion: Suspicion) -> bool:
+    here, everywhere, chance, _ = suspicion
+    return (here >= _OFTEN and here == everywhere) or (here > 1 and chance < _UNLIKELY)
+
+
+def _poison(case: Case, seen: tuple[str, ...], not_for_memory: bool) -> Finding:
+    here, everywhere, chance, _ = case.suspicion
+    lives = here or case.strike
+    counted = []
+    if everywhere:
+        counted.append(f"{here} of {everywhere} such deaths fell on this sample")
+    if here and chance < _UNLIKELY:
+        counted.append(f"by chance this happens once in {1 / max(chance, 1e-12):.0f} times")
+    memory = "" if not_for_memory else ", or the kernel kills it for memory"
+    return Finding(
+        "poison-sample",
+        f"this sample has ended {lives} lives by SIGKILL: likely its own code, or a program that it starts, sends "
+        f"it{memory}",
+        (*counted, *seen),
+        'look for os.kill and kill -9 in what it runs, and load it alone; Policy(bad_sample="skip") goes on without it',
+        "likely",
+    )
+
+
+def _by_the_counters(evidence: Evidence) -> tuple[bool, tuple[str, ...]]:
+    """(whether the kernel did not kill it for memory, what its counters say)."""
+    oom = evidence.oom
+    if oom is not None and oom.scope == "elsewhere":
+        other = f"the kernel killed another process for memory meanwhile: host oom_kill {oom.before} -> {oom.after}"
+        return True, (other, "the counter of its own cgroup did not rise")
+    if oom is not None:
+        risen = f"host oom_kill {oom.before} -> {oom.after}, which may have been another process"
+        return False, (risen, *machine_memory(evidence))
+    if not evidence.counters:
+        return False, ("the kernel's counters of kills for memory cannot be read here",)
+    return True, ("the kernel's counters of kills for memory did not rise",)
 
 
 def _around(evidence: Evidence) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from holdfast.core.messages import Cause, Did, Stage, What
 from holdfast.diagnose.finding import Case, Confidence, Finding
 from holdfast.system.evidence import View
-from holdfast.system.procfs import On
+from holdfast.system.procfs import On, name_of
 
 # Native frames tell which library a worker hangs in: who is known by which file, and what helps there.
 
@@ -79,13 +79,13 @@ _LOCK_CODE = re.compile(r'/(threading|queue|multiprocessing/(synchronize|queues|
 _GRPC_CODE = re.compile(r'/grpc/\S+\.py"')
 _GRPC_THREAD = re.compile(r"grpc|event_engine|lifeguard|default-execut|resolver-execu")
 _BUSY = 0.5
-# Children and threads that are shown, and letters of each.
+# Children and threads that are shown.
 _SHOWN = 4
-_LETTERS = 80
 
 
 def _seen(case: Case, view: View) -> tuple[str, ...]:
     seen = [f"no sign of life for {case.seconds:.1f} s in stage {(case.stage or Stage.IDLE).name.lower()}"]
+    seen += case.evidence.facts if case.evidence is not None and case.what is What.SILENT else ()
     if view.call and view.call != "running":
         seen.append(f"in the system call {view.call}" + (f" on {view.on}" if view.on else ""))
     if view.state == "D":
@@ -110,7 +110,7 @@ def _seen(case: Case, view: View) -> tuple[str, ...]:
 
 
 def _children(view: View) -> str:
-    shown = [f"{pid} ({(command or 'ended')[:_LETTERS]})" for pid, command in view.children[:_SHOWN]]
+    shown = [f"{pid} ({name_of(command) or 'ended'})" for pid, command in view.children[:_SHOWN]]
     return ", ".join(shown) + (", ..." if len(view.children) > _SHOWN else "")
 
 
@@ -203,12 +203,10 @@ def _network(case: Case, view: View) -> Verdict:
     if view.call not in _SOCKET_CALLS | _WAIT_CALLS | {"read", "write", ""}:
         return None
     says = "it waits for " + ("a name to be looked up (DNS)" if names else "an answer on a socket")
-    return (
-        "hang-network",
-        says,
-        "give that call a timeout: socket.setdefaulttimeout(30), or the library's own",
-        "likely",
-    )
+    advice = "give that call a timeout: socket.setdefaulttimeout(30), or the library's own"
+    if names:  # no timeout of a socket's ends that
+        advice = 'os.environ["RES_OPTIONS"] = "timeout:1 attempts:1" bounds a lookup; is the name server reachable?'
+    return "hang-network", says, advice, "likely"
 
 
 def _file(case: Case, view: View) -> Verdict:

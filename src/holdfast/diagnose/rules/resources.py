@@ -5,39 +5,89 @@ import os
 import re
 import signal
 
-from holdfast.core.messages import Cause, Leave, What
+from holdfast.core.messages import Cause, Leave, Stage, What
 from holdfast.diagnose.finding import Case, Finding
 from holdfast.system.evidence import Evidence, Sign
 
 # Memory: the kernel killed a worker, Holdfast did, or an allocation was refused.
 
 
+# Free memory of the machine below this share, or so many per cent of PSI, make a kill for memory likely.
+_SHORT, _PRESSED = 0.1, 10.0
+
+
 def oom_killed(case: Case) -> Finding | None:
-    """The kernel's own counter rose with this death, or its log names the process."""
+    """Known: the counter of its own group rose, or the kernel's log names it. The machine's counter rises for anybody:
+    then it is likely at best, if memory was short.
+    """
     evidence = case.evidence
     if evidence is None or case.cause is not Cause.SIGNAL or case.code != signal.SIGKILL:
         return None
-    if evidence.oom is None and not evidence.kernel_log:
+    of_host = evidence.oom is not None and evidence.oom.scope == "host"
+    if not evidence.for_memory and not (of_host and _was_short(evidence)):
         return None
     seen = []
-    scope = "of its cgroup" if evidence.group is not None and evidence.group.memory_limit is not None else "of the host"
-    if evidence.oom is not None:
+    limited = evidence.group is not None and evidence.group.memory_limit is not None
+    scope = "of its cgroup" if limited and not of_host else "of the host"
+    if evidence.oom is not None and evidence.oom.scope != "elsewhere":
         seen.append(f"{evidence.oom.scope} oom_kill {evidence.oom.before} -> {evidence.oom.after}")
-        scope = "of its cgroup" if evidence.oom.scope == "cgroup" else "of the host"
     if evidence.kernel_log:
         seen.append(f"kernel log: {evidence.kernel_log}")
+    if not evidence.for_memory:
+        seen += [*machine_memory(evidence), "that counter does not say which process was killed"]
+    seen += memory_seen(evidence)
+    if evidence.for_memory and case.suspicion.alone > 1:
+        return _does_not_fit(case, evidence, seen)
     return Finding(
         "worker-oom-killed",
         f"the kernel killed it, because the memory {scope} was used up",
-        (*seen, *memory_seen(evidence)),
+        tuple(seen),
         (
             "fewer workers (max_workers)"
             if case.of_pool
             else "fewer workers (num_workers), a smaller prefetch_factor or batch"
         )
-        + '; Policy(worker_memory="4GiB") names the line that allocates',
-        "certain" if evidence.kernel_log else "likely",  # a counter does not say who was killed
+        + f'; Policy(worker_memory="{_below(evidence)}") names the line that allocates',
+        "certain" if evidence.for_memory else "likely",
     )
+
+
+def _does_not_fit(case: Case, evidence: Evidence, seen: list[str]) -> Finding:
+    """It happened again while nobody else was at work."""
+    limit = evidence.group.memory_limit if evidence.group is not None else None
+    into = f"the limit of {limit >> 20} MiB" if limit is not None else "the memory of this machine"
+    what = "sample" if case.stage is Stage.FETCH else "batch"
+    return Finding(
+        "worker-oom-killed",
+        f"this {what} alone does not fit into {into}: the kernel killed its worker for memory {case.suspicion.alone} "
+        "times while no other worker was at work",
+        tuple(seen),
+        f"load less of it at once (a part, a smaller size, a memory map), or ask for more memory; fewer workers do not "
+        f'help; Policy(worker_memory="{_below(evidence)}") names the line that allocates, and '
+        + ('bad_sample="skip" goes on without it' if case.stage is Stage.FETCH else "a smaller batch_size takes less"),
+    )
+
+
+def _below(evidence: Evidence) -> str:
+    """A limit on a worker that is met before the kernel's: less than this one had, and no more than half of all."""
+    there = evidence.group.memory_limit if evidence.group is not None else None
+    had = max(evidence.peak_bytes, evidence.last_bytes) * 3 // 4
+    size = min((size for size in ((there or evidence.total_bytes) // 2, had) if size), default=1 << 30)
+    return f"{size >> 30}GiB" if size >> 31 else f"{max(1, size >> 20)}MiB"
+
+
+def _was_short(evidence: Evidence) -> bool:
+    """Whether the machine had little memory left before this death. What the worker had is free again by now."""
+    free = evidence.free_bytes - evidence.last_bytes
+    return evidence.pressure >= _PRESSED or (evidence.total_bytes > 0 and free < _SHORT * evidence.total_bytes)
+
+
+def machine_memory(evidence: Evidence) -> tuple[str, ...]:
+    """What speaks for the kernel, and against it, in words."""
+    if not evidence.total_bytes:
+        return ()
+    free = max(0, evidence.free_bytes - evidence.last_bytes)
+    return (f"{free >> 20} of {evidence.total_bytes >> 20} MiB of this machine were free before",)
 
 
 def memory_seen(evidence: Evidence) -> tuple[str, ...]:
@@ -214,7 +264,7 @@ def descriptors_grown(case: Case) -> Finding | None:
         return None
     return Finding(
         "descriptors-exhausted",
-        "the dataset opens more files than it closes; with a fresh worker nothing is lost",
+        f"{'a task' if case.of_pool else 'the dataset'} opens more than it closes; with a fresh worker nothing is lost",
         (*case.evidence.facts, f"{case.evidence.samples} samples loaded since the worker was ready"),
         "close them (`with open(...)`; PIL: Image.open(...).load()); holdfast.FileCache keeps a bounded number open",
     )
@@ -222,14 +272,20 @@ def descriptors_grown(case: Case) -> Finding | None:
 
 def descriptors(case: Case) -> Finding | None:
     """EMFILE, ENFILE: too many open files in the worker."""
-    if case.raised is None or case.raised.errno not in (errno.EMFILE, errno.ENFILE):
+    raised = case.raised
+    if raised is None or raised.errno not in (errno.EMFILE, errno.ENFILE):
         return None
-    return Finding(
-        "descriptors-exhausted",
-        "the dataset has opened more files than it closed, up to the limit",
-        case.raised.facts,
-        "close them (`with open(...)`; PIL: Image.open(...).load()), or raise `ulimit -n`",
-    )
+    who = "task" if case.of_pool else "dataset"
+    if Sign.OPEN_FILES in raised.signs:
+        says = f"the {who} has opened more files than it closed, up to the limit"
+        advice = "close them (`with open(...)`; PIL: Image.open(...).load()), or raise `ulimit -n`"
+    elif Sign.OPEN_TENSORS in raised.signs:
+        says = f"the {who} keeps more tensors in shared memory than it may have descriptors: each takes one"
+        advice = "keep fewer of them (tensor.clone() makes an ordinary one), or raise `ulimit -n`"
+    else:
+        says = f"the {who} has opened more sockets, pipes or the like than it closed, up to the limit"
+        advice = "close connections and programs that it starts (`with`), or raise `ulimit -n`"
+    return Finding("descriptors-exhausted", says, raised.facts, advice)
 
 
 def no_space(case: Case) -> Finding | None:
@@ -240,7 +296,7 @@ def no_space(case: Case) -> Finding | None:
     if Sign.SHM_FULL in case.raised.signs:
         return Finding(
             "shm-too-small",
-            "/dev/shm is full of what the dataset put there (Holdfast does not use it)",
+            f"/dev/shm has no room for what the dataset puts there (Holdfast does not use it): {case.raised.text}",
             full,
             "docker run --shm-size=8g, or a cache elsewhere than in shared memory",
         )

@@ -236,7 +236,7 @@ class Keeper:
         evidence = at_death(seen, self._oom, now, killed=killed)
         os.close(life.crash)
         os.close(life.batches)
-        self._outbox.say(Exited(life.worker, life.life, now, cause, abs(code), on, evidence))
+        self._outbox.say(Exited(life.worker, life.life, now, cause, abs(code), on, evidence, evidence.for_memory))
 
     def _part(self) -> None:
         """Whoever could not start, and has said so, may leave by itself; the others do not go on meanwhile."""

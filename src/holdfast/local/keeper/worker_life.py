@@ -59,6 +59,7 @@ class WorkerLife:
         self.stack = ""
         self.view: View | None = None
         self.seen: tuple[object, ...] = ()  # which hang `view` is of
+        self.seen_on: Place | None = None  # what it was on then, until that hang was told of
         self._scene = scene
         self._look: Snapshot | None = None
         self._looked = 0.0
@@ -82,13 +83,13 @@ class WorkerLife:
         return (self.pid, self.next_alarm_s, *self.beat)
 
     def hear(self, step: float) -> bool:
-        """True when it has gone on since the last time, or has nothing to do but to wait for the trainer; else its
-        silence is `step` longer.
+        """True when it has gone on since the last time, or has nothing to do but to wait for the trainer: `quiet_s` is
+        how long it had been silent. Else its silence is `step` longer.
         """
         words = self.pulse.words
         beat = (words[STAGE], words[TASK], words[POSITION], words[SINCE])
         if beat != self.beat or beat[0] in (Stage.IDLE, Stage.ANNOUNCE):
-            self.beat, self.quiet_s, self.next_alarm_s = beat, 0.0, SILENT_S
+            self.beat, self.next_alarm_s = beat, SILENT_S
             return True
         self.quiet_s += step
         return False

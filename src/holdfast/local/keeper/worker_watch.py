@@ -52,6 +52,7 @@ class HangProbe:
         if life.seen == life.hang:
             return
         life.seen = life.hang
+        life.seen_on = life.pulse.place(time.monotonic())
         before, began = procfs.processor_s(life.pid), time.monotonic()
         time.sleep(BUSY_S)
         busy = (procfs.processor_s(life.pid) - before) / (time.monotonic() - began)
@@ -139,6 +140,8 @@ class WorkerWatch:
         life.look(now, life.pulse.words[FILES])
         if not life.hear(step):
             self._judge_silence(life, now)
+        else:
+            self._went_on(life, now)
         self.look_for_signals(life, now)
         if life.end_at is not None and now >= life.end_at:
             life.kill()
@@ -216,8 +219,27 @@ class WorkerWatch:
                 return
             self._hang_probe.dump(life)
             life.next_alarm_s *= 2
-            self._say_quiet(life, What.SILENT, int(life.quiet_s), now, stack=life.stack)
-            life.stack = ""
+            self._say_silent(life, now)
+
+    def _went_on(self, life: WorkerLife, now: float) -> None:
+        """It does something else now. If it was looked at for its silence, and that was not told, it is told now: the
+        look itself may have ended the wait.
+        """
+        if life.seen_on is not None and life.killed_for is None:
+            self._say_silent(
+                life,
+                now,
+                f"it went on after {life.seen_on.seconds:.1f} s, when Holdfast looked closer: a "
+                "signal ends sleep(), poll() and the like in native code early",
+            )
+        life.quiet_s = 0.0
+
+    def _say_silent(self, life: WorkerLife, now: float, *facts: str) -> None:
+        """With what it was on before it was looked at."""
+        on, life.seen_on = life.seen_on or life.pulse.place(now), None
+        evidence = life.evidence(now, stack=life.stack, facts=facts)
+        self._outbox.say(Silence(life.worker, life.life, What.SILENT, max(1, int(life.quiet_s)), on, evidence))
+        life.stack = ""
 
     def _allowed(self, life: WorkerLife) -> float | None:
         """Seconds that it may take for what it does."""

@@ -53,7 +53,8 @@ class Thresholds:
         if files > SOFT * self._files:
             count, paths = procfs.open_files(pid)
             return Judgement(
-                Leave.DESCRIPTORS, facts=(f"{count} descriptors open, the limit is {self._files}", f"open: {paths}")
+                Leave.DESCRIPTORS,
+                facts=(f"{count} descriptors open, the limit is {self._files}", f"open: {procfs.in_words(paths)}"),
             )
         return FINE
 
