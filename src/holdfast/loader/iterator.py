@@ -27,6 +27,7 @@ from holdfast.errors import BatchTimeout, HoldfastError, LoaderTorn, WrongProces
 from holdfast.loader import seeds
 from holdfast.loader.batch_requests import BatchRequests, fewer_items, missing, short
 from holdfast.loader.device import Unpacked, checked, way_to
+from holdfast.loader.fetch import uncollated
 from holdfast.loader.interruptible_next import InterruptibleNext
 from holdfast.loader.loader_job import LoaderJob, Recipe
 from holdfast.loader.loader_narrator import LoaderNarrator, totals
@@ -437,6 +438,7 @@ class WorkerIterator(InterruptibleNext, _BaseDataLoaderIter):
             self._note_place(notes, worker)
             if worker in self._orders.items:
                 self._orders.items[worker] += samples
+            samples -= uncollated(troubles)
         else:
             troubles = notes
             samples -= sum(trouble.fate == "skipped" for trouble in troubles)

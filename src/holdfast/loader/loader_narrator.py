@@ -21,7 +21,7 @@ from holdfast.loader.fetch import GIVEN, BatchFailure, Trouble
 from holdfast.loader.files import FileCache
 from holdfast.loader.measure import attributes
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised, to_raise
+from holdfast.remote_exception import Raised, shown, to_raise
 from holdfast.system.cgroups import usable_cpus
 from holdfast.system.evidence import Evidence
 
@@ -147,6 +147,8 @@ class LoaderNarrator(Narrator):
         self.record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
+            if trouble.stage is Stage.COLLATE:  # how it differs, in words that others may share
+                error = trouble.raised.facts[0].removeprefix(f"index {shown(trouble.index)}").lstrip(": ")
             self.record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
         self.tell(
             self._raised(
@@ -156,7 +158,7 @@ class LoaderNarrator(Narrator):
                 trouble.index,
                 trouble.position,
                 what=What.RETRIED if trouble.fate == "retried" else What.RAISED,
-                stage=Stage.FETCH,
+                stage=trouble.stage,
                 attempt=trouble.attempts,
                 did=_DID[trouble.fate],
             )

@@ -23,7 +23,6 @@ _NONSENSE = frozenset(
 )
 _READERS = re.compile(r"\b(zipfile|tarfile|gzip|bz2|lzma|zlib|pickle|struct|h5py|tables|netCDF4|PIL|numpy/lib)\b")
 _TAIL = 600
-_DIFFER = re.compile(r"stack expects each tensor to be equal size|should be of equal size|same shape", re.IGNORECASE)
 
 
 def retried(case: Case) -> Finding | None:
@@ -89,14 +88,16 @@ def shared_since_fork(case: Case) -> Finding | None:
 
 
 def samples_differ(case: Case) -> Finding | None:
-    """Samples of different shapes in one batch."""
-    if case.raised is None or case.stage is not Stage.COLLATE or not _DIFFER.search(case.raised.text):
+    """The default collate needs samples that are alike."""
+    if case.raised is None or case.stage is not Stage.COLLATE or Sign.UNLIKE not in case.raised.signs:
         return None
+    which, *more = case.raised.facts
     return Finding(
         "samples-differ",
-        "the samples of this batch have different shapes, and cannot be stacked",
-        case.raised.facts or (case.raised.text,),
-        "resize, crop or pad them in the dataset, or give a collate_fn that does",
+        f"the samples of this batch differ, and cannot be stacked: {which}",
+        (*more, f"{case.raised.type_name}: {case.raised.text}"),
+        "resize, crop or pad them in the dataset, or give a collate_fn that does; "
+        'Policy(bad_sample="skip") goes on without a few samples that differ from most',
     )
 
 
@@ -157,8 +158,15 @@ def raised(case: Case) -> Finding | None:
             ("the dataset had given the sample; the traceback goes on inside its transform", *case.raised.facts),
             "look at what this sample is before the transform (its mode, size, type); the data may be well",
         )
+    if case.stage is Stage.COLLATE:
+        return Finding(
+            "collate-raised",
+            text,
+            case.raised.facts,
+            "look at the line that raised: it belongs to no single sample, and is raised under any bad_sample",
+        )
     return Finding(
-        "collate-raised" if case.stage is Stage.COLLATE else "sample-raised",
+        "sample-raised",
         text,
         (f"after {case.attempt} attempt(s)", *case.raised.facts),
         'fix or remove the sample; Policy(bad_sample="skip") goes on without it, Policy(retries=3) tries again',
