@@ -191,6 +191,15 @@ def test_who_only_is_odd_did_not_break_it():
     assert failure(samples, "raise").facts.texts == ("index 12 is float32 (4,); 3 of 5 are float32 (3,)",)
 
 
+def test_what_differs_is_not_blamed_for_what_all_have():
+    samples = [{"image": Scan(1), "label": ones(1)} for i in range(4)]
+    samples[1]["label"] = ones(1, dtype=torch.float64)
+    texts = ("['image'] is of type Scan, which default_collate does not know",)
+    assert failure(samples).facts == (texts, frozenset())
+    samples[2]["label"] = ones(1, dtype=torch.float64)
+    assert failure(samples).facts == (texts, frozenset())
+
+
 def test_an_object_that_no_sample_can_be_stacked_with():
     failed = failure([{"image": Scan(1), "label": i} for i in range(4)])
     assert failed.facts.texts == ("['image'] is of type Scan, which default_collate does not know",)

@@ -58,21 +58,27 @@ class Look(NamedTuple):
 _MISSING = Look("missing")
 
 
+class Tie(NamedTuple):
+    """Where there is no majority: in words, and one sample of each kind."""
+
+    text: str
+    places: list[int]
+
+
 @dataclass(slots=True)
 class Comparison:
     """Of the samples of one batch. They are named by their places in it."""
 
     odd: dict[int, list[str]] = field(default_factory=dict)
     """How each that is unlike the most is so."""
-    undecided: list[str] = field(default_factory=list)
-    """Where there is no majority."""
+    ties: list[Tie] = field(default_factory=list)
     usual: int | None = None
     """One that is as most are, wherever there is a majority."""
 
-    def told(self, names: Sequence[str], only: Sequence[int] = ()) -> tuple[str, ...]:
-        """For people. `only`: of these, if there are any."""
-        texts = [f"{names[place]}{way}" for place in only or sorted(self.odd) for way in self.odd[place]]
-        texts += self.undecided
+    def told(self, names: Sequence[str]) -> tuple[str, ...]:
+        """For people."""
+        texts = [f"{names[place]}{way}" for place in sorted(self.odd) for way in self.odd[place]]
+        texts += [tie.text for tie in self.ties]
         return tuple(texts[:_MOST]) + ((f"and {len(texts) - _MOST} more",) if len(texts) > _MOST else ())
 
 
@@ -106,8 +112,9 @@ def _strangers(
     if 2 * len(those) <= len(everybody):
         texts = [f"{len(places)} are {look.said(beside)}" for look, places in ordered[:_MOST]]
         texts += [f"{len(ordered) - _MOST} more kinds"] if len(ordered) > _MOST else []
-        first, second = (names[places[0]] for _, places in ordered[:2])
-        found.undecided.append(f"{where + ': ' if where else ''}{', '.join(texts)} (compare {first} with {second})")
+        one_each = [places[0] for _, places in ordered[:_MOST]]
+        compared = f"compare {names[one_each[0]]} with {names[one_each[1]]}"
+        found.ties.append(Tie(f"{where + ': ' if where else ''}{', '.join(texts)} ({compared})", one_each))
         return everybody
     others = f"the other {len(those)}" if len(those) == count - 1 else f"{len(those)} of {count}"
     most = "have none" if usual is _MISSING else f"are {usual.said(beside)}"
@@ -154,16 +161,21 @@ def _look(value: Any) -> Look:
 # Guilt. `why_not(samples)`: what the default collate raises when it makes a batch of these; None where it makes one.
 
 
-def misfits(samples: Sequence[Any], compared: Comparison, why_not: WhyNot) -> dict[int, BaseException]:
-    """The odd ones that cannot be collated with a usual one, and why."""
-    found = {}
-    if compared.usual is not None:
-        usual = samples[compared.usual]
-        for place in sorted(compared.odd):
-            error = why_not(_pair(samples[place], place, usual, compared.usual))
-            if error is not None:
-                found[place] = error
-    return found
+def blame(samples: Sequence[Any], compared: Comparison, why_not: WhyNot) -> tuple[Comparison, dict[int, BaseException]]:
+    """Of what differs, what breaks a batch: odd ones that cannot be collated with a usual one; and why they cannot."""
+    errors: dict[int, BaseException] = {}
+    usual = compared.usual
+    if usual is not None and why_not([samples[usual]] * 2) is None:
+        pairs = {place: _pair(samples[place], place, samples[usual], usual) for place in sorted(compared.odd)}
+        errors = {place: error for place, pair in pairs.items() if (error := why_not(pair)) is not None}
+    ties = [tie for tie in compared.ties if _breaks(tie, samples, why_not)]
+    return Comparison({place: compared.odd[place] for place in errors}, ties, usual), errors
+
+
+def _breaks(tie: Tie, samples: Sequence[Any], why_not: WhyNot) -> bool:
+    one, *others = tie.places
+    pairs = [_pair(samples[one], one, samples[other], other) for other in others]
+    return why_not([samples[one]] * 2) is None and any(why_not(pair) is not None for pair in pairs)
 
 
 def _pair(sample: Any, place: int, usual: Any, usual_place: int) -> list[Any]:
@@ -303,11 +315,13 @@ class Collator:
         samples, names = [member.sample for member in members], [member.name for member in members]
         try:
             compared = compare(samples, names)
-            guilty = misfits(samples, compared, self._why_not) if self._default else {}
-            texts = compared.told(names, list(guilty))
+            if not self._default:
+                return compared, {}, Facts(compared.told(names))
+            compared, guilty = blame(samples, compared, self._why_not)
+            texts = compared.told(names)
             if texts:
-                return compared, guilty, Facts(texts, frozenset({Sign.UNLIKE} if self._default else ()))
-            return compared, {}, Facts(unknown_in(samples, self._why_not) if self._default else ())
+                return compared, guilty, Facts(texts, frozenset({Sign.UNLIKE}))
+            return compared, {}, Facts(unknown_in(samples, self._why_not))
         except self._catch():  # user code: `shape`, `__len__`, `items`. The error itself is what counts
             return Comparison(), {}, Facts()
 
