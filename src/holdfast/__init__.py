@@ -22,6 +22,7 @@ from holdfast.diagnose.report import Report
 from holdfast.errors import (
     BatchTimeout,
     CannotSend,
+    FileShared,
     HoldfastError,
     LoaderTorn,
     PolicyError,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchTimeout",
+    "FileShared",
     "CachedDataset",
     "CannotSend",
     "DataLoader",

@@ -1,7 +1,7 @@
 """Policy: all that a user may set, frozen, checked when made.
 
 Nothing here acts. The ledger reads `bad_sample`, `strikes`, `max_bad` and `restarts`; the worker reads the retry
-fields; the keeper reads `sample_timeout` and `worker_memory`.
+fields; the keeper reads `sample_timeout` and `worker_memory`; the iterator reads `shared_files` before it forks.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from holdfast.errors import PolicyError
 
 BadSample = Literal["raise", "skip", "replace"]
+SharedFiles = Literal["warn", "error", "ignore"]
 
 _UNITS = {
     "": 1,
@@ -83,12 +84,16 @@ class Policy:
     """Circuit breaker of skip and replace: a larger share of bad samples than this ends the run."""
     restarts: int = _Unset(20)
     """Deaths in a row, without any progress between them, before the loader gives up. For `spawn`: see below."""
+    shared_files: SharedFiles = "warn"
+    """Files that the dataset holds open when workers are forked, at one position for all: "warn", "error", "ignore"."""
     auto_workers: bool = False
     """`num_workers="auto"` was asked for; kept here so that frameworks which rebuild loaders keep it."""
 
     def __post_init__(self) -> None:
         if self.bad_sample not in ("raise", "skip", "replace"):
             raise _refuse("bad_sample", self.bad_sample, "'raise', 'skip' or 'replace'")
+        if self.shared_files not in ("warn", "error", "ignore"):
+            raise _refuse("shared_files", self.shared_files, "'warn', 'error' or 'ignore'")
         for name, least in (("retries", 0), ("strikes", 1), ("restarts", 0)):
             value = getattr(self, name)
             if not _is_count(value) or value < least:
@@ -175,4 +180,5 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "worker_memory": _memory,
     "max_bad": float,
     "restarts": int,
+    "shared_files": str,
 }

@@ -63,6 +63,7 @@ class What(Enum):
     RETRIED = auto()  # user code raised, and did not at a later attempt
     UNPINNED = auto()  # the device cannot read shared memory in place
     STATELESS = auto()  # the state of a stream cannot be saved
+    SHARED = auto()  # the dataset holds files open that forked workers would read at one position
 
 
 class Did(Enum):

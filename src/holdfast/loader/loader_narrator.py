@@ -1,5 +1,6 @@
 """What Holdfast tells the user of a loader: its words, its bad samples, its exceptions, its totals."""
 
+import os
 import resource
 import time
 from collections import Counter
@@ -14,11 +15,11 @@ from holdfast.diagnose.incident import BadSample, incident_of, where
 from holdfast.diagnose.narrator import Narrator
 from holdfast.diagnose.report import Record
 from holdfast.diagnose.stats import LoaderStats
-from holdfast.errors import TooManyBad, WorkerLost
+from holdfast.errors import FileShared, TooManyBad, WorkerLost
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.cuda_slots import Refusal
 from holdfast.loader.fetch import GIVEN, BatchFailure, Trouble
-from holdfast.loader.files import FileCache
+from holdfast.loader.files import FileCache, shared_positions
 from holdfast.loader.measure import attributes
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, shown, to_raise
@@ -43,6 +44,8 @@ _DID_ABOUT_DEATH = {
     Did.STOPPED: "gave up: no progress",
     Did.STOPPED_REFUSED: "gave up",
 }
+# Open files that are named.
+_FILES = 4
 # A sample that ended too many lives is bad from then on.
 _NOW_BAD = (Did.REPLACED, Did.LEFT_OUT, Did.LEFT_OUT_LAST)
 
@@ -124,6 +127,23 @@ class LoaderNarrator(Narrator):
         if not self.record.counts["incident:stream-without-state"]:
             did = "took no snapshots: if a worker dies, the next one replays its stream"
             self.tell(replace(self.blank, what=What.STATELESS, worker=worker, raised=raised, did=did, at=time.time()))
+
+    def look_at_files(self, dataset: Any) -> None:
+        """Before workers are forked: what they would read at one position. The user hears it once."""
+        policy = self.policy.shared_files
+        if policy == "ignore" or (policy == "warn" and self.record.counts["incident:handle-shared-by-fork"]):
+            return
+        found = shared_positions(dataset)
+        if not found:
+            return
+        facts = [f"{where} is open: {path}" for where, path in found[:_FILES]]
+        facts += [f"and {len(found) - _FILES} more"] if len(found) > _FILES else []
+        evidence = Evidence(pid=os.getpid(), facts=tuple(facts))
+        did = "went on" if policy == "warn" else 'raised it from iter(loader), by Policy(shared_files="error")'
+        case = replace(self.blank, what=What.SHARED, worker=TRAINER, evidence=evidence, did=did, at=time.time())
+        incident = self.tell(replace(case, pid=evidence.pid))
+        if policy == "error":
+            raise FileShared(str(incident))
 
     # Exceptions ----------------------------------------------------------------------------------------------------
 

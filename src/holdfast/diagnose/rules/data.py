@@ -87,6 +87,20 @@ def shared_since_fork(case: Case) -> Finding | None:
     )
 
 
+def open_at_fork(case: Case) -> Finding | None:
+    """The dataset holds files open when its workers are forked."""
+    if case.what is not What.SHARED or case.evidence is None:
+        return None
+    return Finding(
+        "handle-shared-by-fork",
+        "workers that seek and read there move one position: they get each other's bytes, mostly without an error",
+        case.evidence.facts,
+        "open it in the worker, at its first sample (keep the path, not the handle; holdfast.FileCache does that), or "
+        'multiprocessing_context="spawn"; Policy(shared_files="ignore") if workers do not read it',
+        "likely",
+    )
+
+
 def samples_differ(case: Case) -> Finding | None:
     """The default collate needs samples that are alike."""
     if case.raised is None or case.stage is not Stage.COLLATE or Sign.UNLIKE not in case.raised.signs:
@@ -179,6 +193,7 @@ RULES = (
     about_a_file,
     cuda_in_fork,
     shared_since_fork,
+    open_at_fork,
     samples_differ,
     unsendable,
     diverged,
