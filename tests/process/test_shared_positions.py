@@ -33,7 +33,7 @@ class Held(Dataset):
 
     def __getitem__(self, index):
         self.file.seek(index * 8)
-        time.sleep(0)  # where another worker may come between
+        time.sleep(0.0002)  # another worker comes between
         return int.from_bytes(self.file.read(8), "little")
 
 
