@@ -31,6 +31,7 @@ DOCS = Path(__file__).parents[1] / "docs"
         ("worker_memory", 0, "above 0"),
         ("max_bad", 1.5, "0 to 1"),
         ("restarts", -1, "0 or more"),
+        ("shared_files", "raise", "'warn', 'error' or 'ignore'"),
     ],
 )
 def test_wrong_values_are_refused(field, value, says):
@@ -63,8 +64,10 @@ def test_from_the_environment():
             "HOLDFAST_RETRIES": "3",
             "HOLDFAST_SAMPLE_TIMEOUT": "2.5",
             "HOLDFAST_MAX_BAD": "1",
+            "HOLDFAST_SHARED_FILES": "error",
         }
     )
+    assert policy.shared_files == "error"
     assert (policy.bad_sample, policy.retries, policy.sample_timeout, policy.max_bad) == ("skip", 3, 2.5, 1.0)
     with pytest.raises(PolicyError, match="HOLDFAST_RETRIES='x'"):
         Policy.from_environment({"HOLDFAST_RETRIES": "x"})

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import (
     BatchTimeout,
     CannotSend,
+    FileShared,
     HoldfastError,
     LoaderTorn,
     PolicyError,
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchTimeout",
+    "FileShared",
     "CachedDataset",
     "CannotSend",
     "DataLoader",

@@ -10,6 +10,7 @@
     ├── TaskLost         (BrokenProcessPool)   a task of a pool ended its worker, or never got to one whole
     ├── TaskTimeout      (TimeoutError)   a task of a pool took longer than its timeout, and was killed
     ├── PoolBroken       (BrokenProcessPool)   the workers of a pool cannot live here: all its tasks fail
+    ├── FileShared       (RuntimeError)   forked workers would share an open file, and the policy forbids that
     ├── BatchTimeout     (RuntimeError, TimeoutError)   the loader's own `timeout` ran out
     ├── LoaderTorn       (RuntimeError)   an interrupt tore the loader's bookkeeping; make a new iterator
     ├── WrongProcess     (RuntimeError)   a forked child uses what belongs to its parent; make another one there
@@ -142,6 +143,10 @@ class TaskTimeout(HoldfastError, TimeoutError):
 
 class PoolBroken(HoldfastError, BrokenProcessPool):
     """No worker of this pool comes up, or none stays: the text says why. Make another pool."""
+
+
+class FileShared(HoldfastError, RuntimeError):
+    """The dataset holds a file open that forked workers would share, and Policy(shared_files="error") forbids it."""
 
 
 class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):

@@ -1,7 +1,7 @@
 """Policy: all that a user may set, frozen, checked when made.
 
 Nothing here acts. The ledger reads `bad_sample`, `strikes`, `max_bad` and `restarts`; the worker reads the retry
-fields; the keeper reads `sample_timeout` and `worker_memory`.
+fields; the keeper reads `sample_timeout` and `worker_memory`; the iterator reads `shared_files` before it forks.
 """
 
 import difflib
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from holdfast.errors import PolicyError
 
 BadSample = Literal["raise", "skip", "replace"]
+SharedFiles = Literal["warn", "error", "ignore"]
 
 _UNITS = {
     "": 1,
@@ -85,6 +86,8 @@ class Policy:
         samples were seen.
     restarts=20: how many times in a row a worker may die without any progress before the loader gives up. For `spawn`:
         how often all ranks start again; never, unless you set it.
+    shared_files="warn": what to do if the dataset holds a file open for reading when workers are forked: they all move
+        one position in it. "warn": an incident with the attribute's path. "error": iter() raises FileShared. "ignore".
     auto_workers=False: the loader sets it for num_workers="auto". You need not set it.
     """
 
@@ -98,11 +101,14 @@ class Policy:
     worker_memory: int | str | None = None
     max_bad: float = 0.1
     restarts: int = _Unset(20)
+    shared_files: SharedFiles = "warn"
     auto_workers: bool = False
 
     def __post_init__(self) -> None:
         if self.bad_sample not in ("raise", "skip", "replace"):
             raise _refuse("bad_sample", self.bad_sample, "'raise', 'skip' or 'replace'")
+        if self.shared_files not in ("warn", "error", "ignore"):
+            raise _refuse("shared_files", self.shared_files, "'warn', 'error' or 'ignore'")
         for name, least in (("retries", 0), ("strikes", 1), ("restarts", 0)):
             value = getattr(self, name)
             if not _is_count(value) or value < least:
@@ -190,6 +196,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "worker_memory": _memory,
     "max_bad": float,
     "restarts": int,
+    "shared_files": str,
 }
 
 # What else Holdfast reads from the environment, and what it sets there for ranks.

@@ -306,6 +306,22 @@ def test_what_the_descriptors_are_says_who_took_them(signs, who):
     assert who in named(Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)).says
 
 
+def test_samples_that_differ_are_blamed_only_where_they_broke_the_batch():
+    """Torch's words alone say nothing: a collate_fn of the user's may raise the same."""
+    facts = ("index 1: ['a'] is (4,); the other 3 are (3,)", "and 2 more")
+    raised = Raised("RuntimeError", "stack expects each tensor to be equal size", "", b"x", None, facts=facts)
+    case = Case(what=What.RAISED, worker=0, stage=Stage.COLLATE, raised=raised)
+    assert named(case).name == "collate-raised" and named(case).seen == facts and "skip" not in named(case).advice
+    found = named(replace(case, raised=replace(raised, signs=frozenset({Sign.UNLIKE}))))
+    assert found.name == "samples-differ" and facts[0] in found.says
+    assert found.seen == (facts[1], "RuntimeError: stack expects each tensor to be equal size")
+
+
+def test_a_file_that_is_open_at_the_fork():
+    case = Case(what=What.SHARED, worker=-2, evidence=Evidence(pid=1, facts=("dataset.file is open: /a",)))
+    assert (named(case).name, named(case).seen) == ("handle-shared-by-fork", ("dataset.file is open: /a",))
+
+
 def test_a_transform_is_told_apart_from_the_dataset():
     raised = Raised("ValueError", "too small", "", b"x", None, transform="Compose > Resize")
     case = Case(what=What.RAISED, worker=0, stage=Stage.FETCH, raised=raised)

@@ -485,7 +485,17 @@ CAUSES = [
         dataset=peers.Zipped,
         batch_size=64,
         arguments={"num_workers": 2},
+        policy={"shared_files": "ignore"},  # it is told by its harm
         heeded=Heeded("open it in the worker, at its first sample", gone=True, dataset=peers.ZippedLater),
+    ),
+    Cause(
+        "zip file that is open at the fork",
+        "handle-shared-by-fork",
+        lambda: None,
+        ("dataset.", ".zip"),
+        dataset=peers.Zipped,
+        batch_size=64,
+        arguments={"num_workers": 2},
     ),
     Cause(
         "HDF5 file opened before the fork",

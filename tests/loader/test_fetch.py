@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from holdfast import Policy, SampleError
-from holdfast.core.host import JOB_WORDS, POSITION, RETRIES, SAMPLES, STAGE, Spent
+from holdfast.core.host import POSITION, RETRIES, SAMPLES, STAGE, Spent
 from holdfast.core.messages import Leave, Stage
 from holdfast.loader.fetch import GIVEN, Draw, MapFetcher, SampleFailed, Unwatched, everything
 
@@ -38,8 +38,8 @@ class Many(Trips):
         return list(indices)
 
 
-def fetcher(dataset, *, collate=list, auto_collation=True, policy=(), **more):
-    return MapFetcher(dataset, collate, auto_collation, Policy(retry_delay=0.001, **dict(policy)), **more)
+def fetcher(dataset, *, auto_collation=True, policy=(), **more):
+    return MapFetcher(dataset, auto_collation, Policy(retry_delay=0.001, **dict(policy)), **more)
 
 
 def load(fetch, draw):
@@ -285,18 +285,7 @@ def test_a_batch_that_does_not_collate_for_want_of_something_goes_to_a_fresh_wor
         fetch.leave_if_spent(failed, Draw(-1, [7, 8]))
 
 
-# Collate -------------------------------------------------------------------------------------------------------------
-
-
-def test_an_error_of_collate_belongs_to_no_sample():
-    def refuse(samples):
-        raise ValueError("bad")
-
-    context = Unwatched()
-    with pytest.raises(SampleFailed) as caught:
-        fetcher(Trips(), collate=refuse, policy=SKIP, context=context).collate([1, 2], [7, 8])
-    assert (caught.value.position, caught.value.stage) == (-1, Stage.COLLATE)
-    assert context.words[STAGE] == Stage.COLLATE and len(context.words) == JOB_WORDS
+# What is left --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ def generator(items, error=None):
         raise error
 
 
-def fetcher(dataset, *, collate=list, auto_collation=True, drop_last=False, seeds=None, **policy):
+def fetcher(dataset, *, auto_collation=True, drop_last=False, seeds=None, **policy):
     seed = (lambda number: None) if seeds is None else seeds.append
-    return StreamFetcher(dataset, collate, auto_collation, drop_last, Policy(**policy), seed)
+    return StreamFetcher(dataset, auto_collation, drop_last, Policy(**policy), seed)
 
 
 def rest(stream, size=4):
@@ -198,15 +198,6 @@ def test_a_dataset_that_cannot_be_iterated_ends_its_stream():
     with pytest.raises(SampleFailed):
         stream.take(2)
     assert rest(stream) == []
-
-
-def test_an_error_of_collate_belongs_to_no_item():
-    def refuse(items):
-        raise ValueError("bad")
-
-    with pytest.raises(SampleFailed) as caught:
-        fetcher(Numbers(), collate=refuse).collate([1, 2])
-    assert (caught.value.position, caught.value.stage) == (-1, Stage.COLLATE)
 
 
 # A next life ---------------------------------------------------------------------------------------------------------

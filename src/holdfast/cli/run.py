@@ -33,6 +33,7 @@ _HELP = {
     "worker_memory": "how much a worker may allocate, such as 4GiB",
     "max_bad": "the share of bad samples above which the run ends, such as 0.1",
     "restarts": "deaths in a row without progress after which the run ends",
+    "shared_files": "files that the dataset holds open when workers are forked: warn, error or ignore",
 }
 
 

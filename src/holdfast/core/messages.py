@@ -64,6 +64,7 @@ class What(Enum):
     UNPINNED = auto()  # the device cannot read shared memory in place
     STATELESS = auto()  # the state of a stream cannot be saved
     TRAINER_ENDED = auto()  # the trainer is gone, and has not said stop: its keeper saw it
+    SHARED = auto()  # the dataset holds files open that forked workers would read at one position
 
 
 class Did(Enum):

@@ -252,6 +252,8 @@ def _headline(case: Case, finding: Finding) -> str:
             return f"{who} has copied {case.code} MiB of what it shared with the trainer"
         case What.UNPINNED:
             return "the trainer cannot let the device read shared memory in place"
+        case What.SHARED:
+            return "the trainer forks workers while the dataset holds open files"
         case What.STATELESS:
             return f"{who} cannot save the state of its stream"
         case What.TRAINER_ENDED:

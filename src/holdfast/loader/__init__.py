@@ -17,6 +17,7 @@ fetch                samples of a map-style dataset under the policy: retries, s
 stream               batches of an iterable dataset, its place and its snapshots
 dataset_changes      what epochs have made of a dataset, for the next life
 journal              what is loaded of a batch that has ended a life
+collation            makes batches; which samples broke one
 collate_guard        does user code come by a batch while torch collates it?
 measure              measures samples for `holdfast doctor`
 

@@ -103,6 +103,8 @@ class LoaderEpochs(_BaseDataLoaderIter):
         parts = partial(large_parts, self._dataset)
         names = self._orders.sample_of
         self._narrator = LoaderNarrator(record, policy, self._growth, self._method, names, self._host.pid_of, parts)
+        if self._method == "fork" and isinstance(self._host, LocalHost):
+            self._narrator.look_at_files(self._dataset)
         if self._gate is not None and isinstance(self._host, LendsSlots):
             self._host.lend_through(self._gate)
         self._host.open()

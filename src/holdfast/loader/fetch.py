@@ -17,7 +17,6 @@ from holdfast.core.messages import Stage
 from holdfast.errors import SampleError
 from holdfast.loader import seeds
 from holdfast.loader.journal import Journal
-from holdfast.loader.tree import differing
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture, text_of
 from holdfast.system.evidence import Facts, facts_of
@@ -25,13 +24,16 @@ from holdfast.system.linux import refused
 from holdfast.system.signal_origin import raised_by_handler
 
 # Looked up once: in Python 3.11 each time takes 100 ns.
-_FETCH, _COLLATE = Stage.FETCH, Stage.COLLATE
+_FETCH = Stage.FETCH
 Caught = type[BaseException] | tuple[()]
 # Stands for a sample that is left out of its batch.
 _LEFT_OUT = object()
 # What becomes of a sample that has ended its workers: this one finds something to be given in its place.
 GIVEN = "given another"
 _NOTHING = Raised("", "", "", None, None)
+_NO_FACTS = Facts()
+# What may stand in the place of a bad sample: its index, the sample, None. Or its index, None, and what it raised.
+Spare = tuple[Any, Any, BaseException | None]
 
 
 def errors() -> Caught:
@@ -47,7 +49,10 @@ def everything() -> Caught:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One sample that raised: it went well in the end, was left out, or was replaced."""
+    """One sample that raised, or could not be collated with the others (`stage`).
+
+    It went well in the end, was left out, or was replaced.
+    """
 
     position: int
     index: object
@@ -56,6 +61,7 @@ class Trouble:
     raised: Raised
     fate: str  # "retried", "skipped", "replaced"; or GIVEN: replaced, and what it did was told before
     replaced_by: object = None
+    stage: Stage = Stage.FETCH
 
     def brief(self) -> "Trouble":
         """What finds more room, and always pickles."""
@@ -66,6 +72,11 @@ class Trouble:
 def bad_of(troubles: Sequence[Trouble]) -> int:
     """How many samples are missing or replaced, of which nobody knows yet."""
     return sum(trouble.fate not in ("retried", GIVEN) for trouble in troubles) if troubles else 0
+
+
+def uncollated(troubles: Sequence[Trouble]) -> int:
+    """How many were loaded, and left out because they could not be collated with the rest."""
+    return sum(trouble.stage is Stage.COLLATE and trouble.fate == "skipped" for trouble in troubles)
 
 
 def _plain(index: object) -> object:
@@ -99,7 +110,7 @@ class SampleFailed(Exception):
         index: object,
         stage: Stage,
         attempts: int,
-        facts: tuple[str, ...] = (),
+        facts: Facts = _NO_FACTS,
     ) -> None:
         super().__init__(error, position, index, stage, attempts, facts)
         self.error = error
@@ -111,7 +122,7 @@ class SampleFailed(Exception):
 
     def to_failure(self, troubles: Sequence[Trouble] = (), catch: type[BaseException] = BaseException) -> BatchFailure:
         """As plain data, for the trainer. `catch`: what may be caught of what the exception itself raises."""
-        raised = capture(self.error, Facts(self.facts), catch)
+        raised = capture(self.error, self.facts, catch)
         return BatchFailure(self.position, self.index, self.stage, self.attempts, raised, tuple(troubles))
 
 
@@ -183,12 +194,11 @@ class Watched(Recorder, Protocol):
 
 
 class MapFetcher:
-    """Loads and collates batches of one dataset. `context`: a job's; `catch()`: what may be caught."""
+    """Loads the samples of batches of one dataset. `context`: a job's; `catch()`: what may be caught."""
 
     def __init__(
         self,
         dataset: Any,
-        collate_fn: Callable[[Any], Any],
         auto_collation: bool,
         policy: Policy,
         *,
@@ -202,7 +212,6 @@ class MapFetcher:
         it may allocate.
         """
         self.dataset = dataset
-        self._collate = collate_fn
         self._auto_collation = auto_collation
         self._policy = policy
         context = Unwatched() if context is None else context
@@ -390,42 +399,36 @@ class MapFetcher:
         troubles: list[Trouble],
     ) -> Any:
         """One in the place of a bad sample; `error`: None for one that has ended its workers, which was told."""
-        words = self._words
-        words[STAGE] = _FETCH
-        words[POSITION] = position
         last, tried = error, index
-        try:
-            for number, spare in enumerate(draw.spares, 1):
-                if number in draw.deadly:
-                    continue
-                words[SPARE] = number
-                words[SINCE] = time.monotonic_ns()
-                try:
-                    sample = self.dataset[spare]
-                except self._catch() as other:  # a bad one too; it is named when its own turn comes
-                    if error is None:
-                        last, tried = other, spare
-                    continue
+        for spare, sample, why in self.spares(position, draw):
+            if why is None:
                 raised = _NOTHING if error is None else capture(error, catch=self._kind)
                 fate = GIVEN if error is None else "replaced"
                 troubles.append(Trouble(position, index, attempts, seconds, raised, fate, spare))
                 return sample
-        finally:
-            words[SPARE] = 0
+            if error is None:
+                last, tried = why, spare
         last = last or SampleError("there is nothing left to try in its place", index)
         raise SampleFailed(last, -1 if error is None else position, tried, Stage.FETCH, max(1, attempts)) from last
 
-    def collate(self, samples: Any, indices: Any = None) -> Any:
-        """The batch. An error here is always raised: it belongs to no single sample."""
+    def spares(self, position: int, draw: Draw) -> Iterator[Spare]:
+        """What may stand at this position instead. One that raises is bad, too, and named when its own turn comes."""
         words = self._words
-        words[STAGE] = _COLLATE
-        words[SINCE] = time.monotonic_ns()
-        try:
-            return self._collate(samples)
-        except self._catch() as error:
-            raise SampleFailed(
-                error, -1, None, Stage.COLLATE, 1, differing(error, samples, indices, self._kind)
-            ) from error
+        for number, spare in enumerate(draw.spares, 1):
+            if number in draw.deadly:
+                continue
+            words[STAGE] = _FETCH
+            words[POSITION] = position
+            words[SPARE] = number
+            words[SINCE] = time.monotonic_ns()
+            found: Spare
+            try:
+                found = spare, self.dataset[spare], None
+            except self._catch() as error:
+                found = spare, None, error
+            finally:
+                words[SPARE] = 0
+            yield found
 
     def left_out(self, samples: Any, draw: Draw, troubles: list[Trouble]) -> bool:
         """True when nothing is left of this batch. One that was asked for empty is none of these: it is collated."""

@@ -19,18 +19,31 @@ import ctypes
 import errno
 import io
 import os
+import stat
+import tarfile
 import threading
 import weakref
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+from holdfast.remote_exception import shown
 from holdfast.shm.shared_file import Address, SharedFile
+from holdfast.system.signal_origin import raised_by_handler
 
 HITS, MISSES, EVICTED = range(3)
 _COUNTED = ("hits", "misses", "evicted")
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+# Where `shared_positions` looks: so many levels deep; at each, at so many items of a list or dict; and at so many parts
+# in all, or attributes of one object. Ordinary datasets take 0.01 to 0.2 ms, and any at most 1 ms.
+_ITEMS, _MOST, _ATTRIBUTES = (64, 64, 16, 8, 8, 8), 1000, 64
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 
 
 class _Shelf:
@@ -221,3 +234,96 @@ def _leave(shelves: dict[int, _Shelf]) -> None:
             _close_all(shelf)
         else:
             _put_aside(shelf, close=False)
+
+
+# Files that forked workers would share: what a dataset holds open, and reads at the position of its descriptor.
+#
+# Not looked at: what is mapped (np.memmap, mmap); libraries that read by `pread` (HDF5, LMDB), which are no files of
+# Python's; handles of a FileCache, which no child uses.
+
+
+def shared_positions(dataset: Any) -> list[tuple[str, str]]:
+    """Regular files that the dataset holds open for reading: where ("dataset.file"), and the path. A bounded search."""
+    found: list[tuple[str, str]] = []
+    try:
+        for where, part in _parts_of(dataset):
+            path = _read_at_position(part)
+            if path:
+                found.append((_spelt(where), path))
+        maps = Path("/proc/self/maps").read_text() if found else ""
+    except Exception as error:  # user code: `readable` or `fileno` of a file; or another thread changes a dict
+        if raised_by_handler(error):
+            raise
+        maps = ""
+    return [(where, path) for where, path in found if f" {path}\n" not in maps]
+
+
+# How to get to a part: from its owner, by an attribute (a str) or an item (a list of its key).
+_Way = tuple[Any, str | list[Any]] | None
+
+
+def _parts_of(dataset: Any) -> Iterator[tuple[_Way, Any]]:
+    """What it holds, the nearest first; each thing once."""
+    seen, looked_at = {id(dataset)}, 0
+    level: list[tuple[_Way, Any]] = [(None, dataset)]
+    for width in _ITEMS:
+        below: list[tuple[_Way, Any]] = []
+        for owner, value in level:
+            for step, part in _held_by(value, width):
+                looked_at += 1
+                if looked_at > _MOST:
+                    return
+                if type(part) not in _PLAIN and id(part) not in seen:
+                    seen.add(id(part))
+                    below.append(((owner, step), part))
+                    yield below[-1]
+        level = below
+
+
+def _held_by(value: Any, width: int) -> Iterator[tuple[str | list[Any], Any]]:
+    """Attributes and items, without a call of user code."""
+    kind = type(value)
+    if issubclass(kind, type | ModuleType | io.IOBase | zipfile.ZipFile | tarfile.TarFile | FileCache):
+        return
+    if issubclass(kind, list | tuple):
+        items: Any = list if issubclass(kind, list) else tuple
+        yield from (([place], part) for place, part in enumerate(islice(items.__iter__(value), width)))
+    elif issubclass(kind, dict):
+        yield from (([key], part) for key, part in islice(dict.items(value), width))
+    try:
+        known = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        known = {}
+    yield from islice(known.items() if type(known) is dict else (), _ATTRIBUTES)
+    slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    for name, slot in chain.from_iterable(names.items() for names in slotted):
+        if type(slot) is MemberDescriptorType:
+            try:
+                yield name, slot.__get__(value)
+            except AttributeError:
+                continue  # it is not set
+
+
+def _spelt(way: _Way) -> str:
+    if way is None:
+        return "dataset"
+    owner, step = way
+    return f"{_spelt(owner)}.{step}" if isinstance(step, str) else f"{_spelt(owner)}[{shown(step[0])}]"
+
+
+def _read_at_position(handle: Any) -> str:
+    """The path of the file that it reads; "" if it is none, or closed, or only written."""
+    kind = type(handle)
+    if issubclass(kind, zipfile.ZipFile):
+        handle = handle.fp
+    elif issubclass(kind, tarfile.TarFile):
+        handle = handle.fileobj
+    if not issubclass(type(handle), io.IOBase) or handle.closed or not handle.readable():
+        return ""
+    try:
+        number = handle.fileno()
+        path = os.readlink(f"/proc/self/fd/{number}")
+        regular = stat.S_ISREG(os.fstat(number).st_mode)
+    except OSError:  # in memory only
+        return ""
+    return path if regular and not path.startswith("/memfd:") else ""

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch.utils.data._utils.collate as torch_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
@@ -13,8 +14,10 @@ from holdfast.diagnose.incident import where
 from holdfast.diagnose.narrator import Record
 from holdfast.errors import SampleError
 from holdfast.loader.batch_requests import Spares, lasting
+from holdfast.loader.collate_guard import is_torchs
+from holdfast.loader.collation import Collator
 from holdfast.loader.device import Unpacked, checked, present
-from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, bad_of
+from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, Unwatched, bad_of, errors, uncollated
 from holdfast.loader.iterator import InterruptibleNext
 from holdfast.loader.loader_narrator import LoaderNarrator
 from holdfast.loader.stream import StreamFetcher
@@ -48,11 +51,18 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         self._asked: tuple[Any, list[Any]] | None = None  # what the sampler gave, and spares, until it is delivered
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         if self._iterable:
-            self._stream = StreamFetcher(
-                self._dataset, self._collate_fn, self._auto_collation, self._drop_last, policy, lambda n: None
-            )
+            self._stream = StreamFetcher(self._dataset, self._auto_collation, self._drop_last, policy, lambda n: None)
         else:
-            self._map = MapFetcher(self._dataset, self._collate_fn, self._auto_collation, policy)
+            self._map = MapFetcher(self._dataset, self._auto_collation, policy)
+        self._collator = Collator(
+            self._collate_fn,
+            self._auto_collation,
+            policy,
+            Unwatched().words,
+            errors,
+            default=self._collate_fn is torch_collate.default_collate and is_torchs(self._collate_fn),
+            spares=None if self._iterable else self._map.spares,
+        )
 
     def _next_batch(self) -> Unpacked | None:
         while self._last_words is None:
@@ -118,7 +128,7 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
         samples, troubles = self._map.load(draw, lambda: None)
         if self._map.left_out(samples, draw, troubles):
             return None, 0
-        batch = self._map.collate(samples, draw.indices if self._auto_collation else None)
+        batch = self._collator.batch(samples, troubles, draw)
         return batch, size - sum(trouble.fate == "skipped" for trouble in troubles)
 
     def _stream_batch(self, size: int, troubles: list[Trouble]) -> tuple[Any, int]:
@@ -129,7 +139,8 @@ class InlineIterator(InterruptibleNext, _SingleProcessDataLoaderIter):
             if not troubles:
                 raise
             return None, 0  # its end is said next time
-        return self._stream.collate(items), len(items) if self._auto_collation else 1
+        batch = self._collator.batch(items, troubles)
+        return batch, (len(items) if self._auto_collation else 1) - uncollated(troubles)
 
     def _account(self, size: int, troubles: list[Trouble]) -> BaseException | None:
         """What ledger and narrator do when a worker's batch comes; the error if too many samples are bad."""

@@ -30,6 +30,7 @@ from holdfast.errors import BatchTimeout, HoldfastError, LoaderTorn, WrongProces
 from holdfast.loader.batch_requests import fewer_items, missing, short
 from holdfast.loader.device import Unpacked
 from holdfast.loader.epochs import LOOK_S, LoaderEpochs, came_from_worker
+from holdfast.loader.fetch import uncollated
 from holdfast.loader.stream import Moved, Snapshot
 from holdfast.loader.tree import moved
 from holdfast.remote_exception import Raised
@@ -303,6 +304,7 @@ class WorkerIterator(InterruptibleNext, LoaderEpochs):
             self._note_place(notes, worker)
             if worker in self._orders.items:
                 self._orders.items[worker] += samples
+            samples -= uncollated(troubles)
         else:
             troubles = notes
             samples -= sum(trouble.fate == "skipped" for trouble in troubles)

@@ -22,6 +22,7 @@ from holdfast.core.messages import Leave, Stage
 from holdfast.errors import CannotSend, StreamBroken
 from holdfast.loader import seeds
 from holdfast.loader.collate_guard import CollateGuard, Functions, is_plain_torch, is_torchs
+from holdfast.loader.collation import Collator
 from holdfast.loader.dataset_changes import DatasetChanges
 from holdfast.loader.fetch import Draw, MapFetcher, SampleFailed, Trouble, bad_of, everything
 from holdfast.loader.journal import Journal
@@ -179,7 +180,6 @@ class LoaderJob:
             id=worker, num_workers=recipe.num_workers, seed=seed, dataset=self._dataset
         )
         self._stack.install()
-        self._collate = self._stack.collate if self._default_collate else recipe.collate_fn
         self._seeder = seeds.Seeder()
         context.enter(Stage.INIT)
         if recipe.worker_init_fn is not None:
@@ -193,7 +193,6 @@ class LoaderJob:
         else:
             self._map = MapFetcher(
                 self._dataset,
-                self._collate,
                 recipe.auto_collation,
                 recipe.policy,
                 context=context,
@@ -202,6 +201,28 @@ class LoaderJob:
                 may_leave=True,
                 growth_bytes=recipe.growth_bytes,
             )
+        self._collator = Collator(
+            self._collate_into_slot if self._default_collate else recipe.collate_fn,
+            recipe.auto_collation,
+            recipe.policy,
+            context.words,
+            everything,
+            default=self._default_collate,
+            spares=None if self._map is None else self._map.spares,
+        )
+
+    def _collate_into_slot(self, samples: Any) -> Any:
+        """The default collate. What it wrote of a batch that failed is given back."""
+        stack = self._stack
+        stack.open(self._output, samples)
+        try:
+            return stack.collate(samples)
+        except BaseException:
+            if stack.space is not None:
+                stack.space.clear()
+            raise
+        finally:
+            stack.close()
 
     def _seed_datapipe(self, shared_seed: int | None) -> None:
         if isinstance(self._dataset, IterDataPipe) and shared_seed is not None:
@@ -243,15 +264,11 @@ class LoaderJob:
             draw.journal.discard()
         if fetcher.left_out(samples, draw, troubles):
             return self._send((troubles, None), samples, indices, len(troubles))
-        if self._default_collate:
-            self._stack.open(self._output, samples)
         try:
-            batch = fetcher.collate(samples, indices)
+            batch = self._collator.batch(samples, troubles, draw)
         except SampleFailed as failed:
             fetcher.leave_if_spent(failed, draw)
             raise
-        finally:
-            self._stack.close()
         return self._send((troubles or None, batch), samples, indices, bad_of(troubles))
 
     def _stream_batch(self, asked: Any, troubles: list[Trouble]) -> Reply:
@@ -268,12 +285,7 @@ class LoaderJob:
             if not troubles:
                 return self._exhausted(stream)
             return self._send(((troubles, None, 0, None), None), [], None, len(troubles))  # that is said next time
-        if self._default_collate:
-            self._stack.open(self._output, items)
-        try:
-            batch = stream.collate(items)
-        finally:
-            self._stack.close()
+        batch = self._collator.batch(items, troubles)
         notes = (troubles, stream.snapshot(), len(items) if recipe.auto_collation else 1, self._began)
         self._began = None
         return self._send((notes, batch), items, None, len(troubles))
@@ -363,7 +375,6 @@ class LoaderJob:
         recipe = self._recipe
         return StreamFetcher(
             self._dataset,
-            self._collate,
             recipe.auto_collation,
             recipe.drop_last,
             recipe.policy,

@@ -1,5 +1,6 @@
 """What Holdfast tells the user of a loader: its words, its bad samples, its exceptions, its totals."""
 
+import os
 import resource
 import time
 from collections import Counter
@@ -13,14 +14,14 @@ from holdfast.diagnose.finding import TRAINER, Again, Case
 from holdfast.diagnose.incident import BadSample, incident_of, where
 from holdfast.diagnose.narrator import Narrator, Record
 from holdfast.diagnose.stats import LoaderStats
-from holdfast.errors import TooManyBad, WorkerLost
+from holdfast.errors import FileShared, TooManyBad, WorkerLost
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.cuda_slots import Refusal
 from holdfast.loader.fetch import GIVEN, BatchFailure, Trouble
-from holdfast.loader.files import FileCache
+from holdfast.loader.files import FileCache, shared_positions
 from holdfast.loader.measure import attributes
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised, to_raise
+from holdfast.remote_exception import Raised, shown, to_raise
 from holdfast.system.cgroups import usable_cpus
 from holdfast.system.evidence import Evidence
 
@@ -42,6 +43,8 @@ _DID_ABOUT_DEATH = {
     Did.STOPPED: "gave up: no progress",
     Did.STOPPED_REFUSED: "gave up",
 }
+# Open files that are named.
+_FILES = 4
 # A sample that ended too many lives is bad from then on.
 _NOW_BAD = (Did.REPLACED, Did.LEFT_OUT, Did.LEFT_OUT_LAST)
 
@@ -124,6 +127,23 @@ class LoaderNarrator(Narrator):
             did = "took no snapshots: if a worker dies, the next one replays its stream"
             self.tell(replace(self.blank, what=What.STATELESS, worker=worker, raised=raised, did=did, at=time.time()))
 
+    def look_at_files(self, dataset: Any) -> None:
+        """Before workers are forked: what they would read at one position. The user hears it once."""
+        policy = self.policy.shared_files
+        if policy == "ignore" or (policy == "warn" and self.record.counts["incident:handle-shared-by-fork"]):
+            return
+        found = shared_positions(dataset)
+        if not found:
+            return
+        facts = [f"{where} is open: {path}" for where, path in found[:_FILES]]
+        facts += [f"and {len(found) - _FILES} more"] if len(found) > _FILES else []
+        evidence = Evidence(pid=os.getpid(), facts=tuple(facts))
+        did = "went on" if policy == "warn" else 'raised it from iter(loader), by Policy(shared_files="error")'
+        case = replace(self.blank, what=What.SHARED, worker=TRAINER, evidence=evidence, did=did, at=time.time())
+        incident = self.tell(replace(case, pid=evidence.pid))
+        if policy == "error":
+            raise FileShared(str(incident))
+
     # Exceptions ----------------------------------------------------------------------------------------------------
 
     def _raised(self, raised: Raised, worker: int, batch: int, index: object, position: int, **facts: Any) -> Case:
@@ -146,6 +166,8 @@ class LoaderNarrator(Narrator):
         self.record.counts["retries"] += trouble.attempts - 1
         if trouble.fate != "retried":
             error = f"{trouble.raised.type_name}: {trouble.raised.text}"
+            if trouble.stage is Stage.COLLATE:  # how it differs, in words that others may share
+                error = trouble.raised.facts[0].removeprefix(f"index {shown(trouble.index)}").lstrip(": ")
             self.record.add_bad(BadSample(trouble.index, batch, error, trouble.attempts, trouble.replaced_by))
         self.tell(
             self._raised(
@@ -155,7 +177,7 @@ class LoaderNarrator(Narrator):
                 trouble.index,
                 trouble.position,
                 what=What.RETRIED if trouble.fate == "retried" else What.RAISED,
-                stage=Stage.FETCH,
+                stage=trouble.stage,
                 attempt=trouble.attempts,
                 did=_DID[trouble.fate],
             )

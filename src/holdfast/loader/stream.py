@@ -26,7 +26,6 @@ from holdfast.core.host import JOB_WORDS, POSITION, SAMPLES, SINCE, STAGE, Words
 from holdfast.core.messages import Stage
 from holdfast.errors import StreamBroken
 from holdfast.loader.fetch import Caught, SampleFailed, Trouble, errors, everything
-from holdfast.loader.tree import differing
 from holdfast.policy import Policy
 from holdfast.remote_exception import Raised, capture
 from holdfast.shm.main_module import dumps
@@ -73,7 +72,6 @@ class StreamFetcher:
     def __init__(
         self,
         dataset: Any,
-        collate_fn: Callable[[Any], Any],
         auto_collation: bool,
         drop_last: bool,
         policy: Policy,
@@ -83,7 +81,6 @@ class StreamFetcher:
         catch: Callable[[], Caught] = errors,
     ) -> None:
         self._dataset = dataset
-        self._collate = collate_fn
         self._auto_collation = auto_collation
         self._drop_last = drop_last
         self._policy = policy
@@ -284,15 +281,6 @@ class StreamFetcher:
             except self._catch():  # user code, or a kind of tensor that cannot be asked
                 self.print = zlib.crc32(type(item).__name__.encode(), self.print)
             return item
-
-    def collate(self, items: Any) -> Any:
-        """The batch."""
-        self._words[STAGE] = Stage.COLLATE
-        self._words[SINCE] = time.monotonic_ns()
-        try:
-            return self._collate(items)
-        except self._catch() as error:
-            raise SampleFailed(error, -1, None, Stage.COLLATE, 1, differing(error, items, None, self._kind)) from error
 
 
 def fingerprint(item: Any, so_far: int, depth: int = 4) -> int:

@@ -48,6 +48,7 @@ class Sign(Enum):
     SHARED_FILE = auto()  # a file was open before the fork, and all workers read it at one position
     ADDRESSES_LIMITED = auto()  # RLIMIT_AS is set
     DATA_LIMITED = auto()  # RLIMIT_DATA is set
+    UNLIKE = auto()  # samples of a batch differ from one another, and the default collate failed
     DIVERGED = auto()  # a stream gave other items when it was replayed
 
 

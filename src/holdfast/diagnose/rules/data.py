@@ -23,7 +23,6 @@ _NONSENSE = frozenset(
 )
 _READERS = re.compile(r"\b(zipfile|tarfile|gzip|bz2|lzma|zlib|pickle|struct|h5py|tables|netCDF4|PIL|numpy/lib)\b")
 _TAIL = 600
-_DIFFER = re.compile(r"stack expects each tensor to be equal size|should be of equal size|same shape", re.IGNORECASE)
 
 
 def retried(case: Case) -> Finding | None:
@@ -87,15 +86,31 @@ def shared_since_fork(case: Case) -> Finding | None:
     )
 
 
-def samples_differ(case: Case) -> Finding | None:
-    """Samples of different shapes in one batch."""
-    if case.raised is None or case.stage is not Stage.COLLATE or not _DIFFER.search(case.raised.text):
+def open_at_fork(case: Case) -> Finding | None:
+    """The dataset holds files open when its workers are forked."""
+    if case.what is not What.SHARED or case.evidence is None:
         return None
     return Finding(
+        "handle-shared-by-fork",
+        "workers that seek and read there move one position: they get each other's bytes, mostly without an error",
+        case.evidence.facts,
+        "open it in the worker, at its first sample (keep the path, not the handle; holdfast.FileCache does that), or "
+        'multiprocessing_context="spawn"; Policy(shared_files="ignore") if workers do not read it',
+        "likely",
+    )
+
+
+def samples_differ(case: Case) -> Finding | None:
+    """The default collate needs samples that are alike."""
+    if case.raised is None or case.stage is not Stage.COLLATE or Sign.UNLIKE not in case.raised.signs:
+        return None
+    which, *more = case.raised.facts
+    return Finding(
         "samples-differ",
-        "the samples of this batch have different shapes, and cannot be stacked",
-        case.raised.facts or (case.raised.text,),
-        "resize, crop or pad them in the dataset, or give a collate_fn that does",
+        f"the samples of this batch differ, and cannot be stacked: {which}",
+        (*more, f"{case.raised.type_name}: {case.raised.text}"),
+        "resize, crop or pad them in the dataset, or give a collate_fn that does; "
+        'Policy(bad_sample="skip") goes on without a few samples that differ from most',
     )
 
 
@@ -156,8 +171,15 @@ def raised(case: Case) -> Finding | None:
             ("the dataset had given the sample; the traceback goes on inside its transform", *case.raised.facts),
             "look at what this sample is before the transform (its mode, size, type); the data may be well",
         )
+    if case.stage is Stage.COLLATE:
+        return Finding(
+            "collate-raised",
+            text,
+            case.raised.facts,
+            "look at the line that raised: it belongs to no single sample, and is raised under any bad_sample",
+        )
     return Finding(
-        "collate-raised" if case.stage is Stage.COLLATE else "sample-raised",
+        "sample-raised",
         text,
         (f"after {case.attempt} attempt(s)", *case.raised.facts),
         'fix or remove the sample; Policy(bad_sample="skip") goes on without it, Policy(retries=3) tries again',
@@ -170,6 +192,7 @@ RULES = (
     about_a_file,
     cuda_in_fork,
     shared_since_fork,
+    open_at_fork,
     samples_differ,
     unsendable,
     diverged,
