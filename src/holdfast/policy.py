@@ -202,7 +202,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 # What else Holdfast reads from the environment, and what it sets there for ranks.
 _OTHER_VARIABLES = ("RUN_DIR", "ATTEMPT")
 # Less alike is another program's own: HOLDFAST_TEST_MARK is 0.59 to RESTARTS, HOLDFAST_TIMEOUT 0.67 to SAMPLE_TIMEOUT.
-_ALIKE = 0.62
+_ALIKE = 0.66
 
 
 def warn_of_misspelt(environment: Mapping[str, str]) -> None:

@@ -27,6 +27,7 @@ _TYPES = {
     "TaskLost": ("a task of a Pool ended its worker; the pool goes on", ""),
     "TaskTimeout": ("a task of a Pool took longer than its timeout, and was killed", ""),
     "PoolBroken": ("no worker of this Pool comes up or stays", "mend what the text names, and make another pool"),
+    "FileShared": ("forked workers would read an open file at one position", "open the file in the worker"),
     "BatchTimeout": ("no batch came within the loader's own timeout", "Policy(sample_timeout=...) names the sample"),
     "LoaderTorn": ("an interrupt came in the middle of the loader's bookkeeping", "make a new iterator: iter(loader)"),
     "WrongProcess": ("a forked child used what belongs to its parent", "make another loader or pool in the child"),
