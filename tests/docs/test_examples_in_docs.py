@@ -3,6 +3,7 @@
 Figures differ from run to run, so any number stands for any other; "..." in the docs stands for anything.
 """
 
+import inspect
 import json
 import os
 import re
@@ -20,9 +21,11 @@ from holdfast.diagnose.finding import Again, Case, Finding
 from holdfast.diagnose.incident import BadSample
 from holdfast.diagnose.narrator import Record
 from holdfast.diagnose.report import speed_of
+from holdfast.diagnose.run_folder import INCIDENT, PART, TOTALS
 from holdfast.diagnose.stats import LoaderStats
 from holdfast.launch import elastic
 from holdfast.loader.loader_narrator import LoaderNarrator
+from holdfast.local.keeper import fact_log
 from holdfast.policy import PARSERS
 from holdfast.pool.progress import Progress
 from holdfast.system.cgroups import ControlGroup, Oom, OomWatch
@@ -205,7 +208,7 @@ def test_the_tables_of_the_report_are_its_json():
     loader = holdfast.DataLoader(list(range(8)), batch_size=4, num_workers=1)
     assert len(list(loader)) == 2
     told = loader.report().to_dict()
-    top, incident, evidence = tables("report.md")
+    top, incident, evidence, _ = tables("report.md")
     assert [named_in(cell).pop() for cell, *_ in top] == list(told)
     rows = {named_in(cell).pop(): named_in(text) for cell, text in top}
     device = {"device_waited_s", "device_ran_s", "device_waited_share"}
@@ -225,6 +228,15 @@ def test_the_tables_of_the_report_are_its_json():
     inside = set().union(*map(parts_of, (Snapshot, Bounds, ControlGroup, Oom, Sender, Fault, View)))
     assert inside <= beside
     assert beside <= inside | parts_of(Evidence)
+
+
+def test_the_table_of_the_run_folder_has_every_record():
+    """In the order in which the code names them, the trainer's first."""
+    *_, records = tables("report.md")
+    facts = re.findall(r'_append(?:_event)?\("(\w+)"', inspect.getsource(fact_log))
+    named = [named_in(cell).pop() for cell, *_ in records]
+    assert named[:3] == [PART, INCIDENT, TOTALS]
+    assert sorted(named[3:]) == sorted([*facts, fact_log.WORKERS])
 
 
 def test_the_table_of_the_policy_has_every_field_with_its_default():
