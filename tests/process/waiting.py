@@ -11,9 +11,6 @@ from torch.utils.data import Dataset, IterableDataset
 from holdfast import DataLoader, Policy
 from holdfast.local.keeper import worker_life
 
-# The keeper is a fork of this process: it knows what stands here.
-worker_life.SILENT_S = 1.0
-
 
 class Hangs(Dataset):
     def __len__(self):
@@ -42,6 +39,7 @@ class Endless(IterableDataset):
 
 
 def main(how):
+    worker_life.SILENT_S = 1.0  # the keeper is a fork of this process: it knows
     if how == "dies":
         loader = DataLoader(Dies(), num_workers=1, policy=Policy(strikes=1000, restarts=1000))
     elif how == "left":
