@@ -145,7 +145,7 @@ class PoolBroken(HoldfastError, BrokenProcessPool):
 
 
 class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):
-    """No batch came within the loader's `timeout`: `worker` was still on the sample `index`, as far as that is known."""
+    """No batch came within the loader's `timeout`. `worker` was still on the sample `index`, if that is known."""
 
     def __init__(self, message: str, index: object = None, worker: int | None = None) -> None:
         super().__init__(message, index, worker)

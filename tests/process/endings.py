@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy
+from holdfast.local.keeper import worker_life
 
 BAD = 17
 
@@ -104,6 +105,9 @@ def loader_of(kind, **more):
             kind, more["policy"] = "hang", Policy(sample_timeout=0.3)
         case "timeout":
             kind, more["timeout"] = "hang", 1
+        case "timeout after a silence":
+            worker_life.SILENT_S = 1.0  # the keeper is a fork of this process: it knows
+            kind, more["timeout"] = "hang", 3
         case "many":
             more["policy"] = Policy(bad_sample="skip", max_bad=0.01)
         case "torn":

@@ -55,6 +55,12 @@ ENDINGS = {
         "^    seen   its pulse has not changed for ",
         "^    try    ",
     ),
+    "timeout after a silence": (
+        "BatchTimeout: DataLoader timed out after 3 seconds: batch 4 has not come$",
+        r"^worker \d \(pid \d+\) has been on index 17 \(batch 4\) for ",
+        IN_READ + r"    threading.Event\(\).wait\(\)$",
+        "^    try    ",
+    ),
     "many": (
         r"TooManyBad: \d+ of \d+ samples are bad",
         r"^    last   index \d+ \(batch \d+\) in worker \d: .*no label$",

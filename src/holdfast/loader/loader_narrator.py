@@ -118,9 +118,8 @@ class LoaderNarrator(Narrator):
 
     @staticmethod
     def _lost(text: str, incident: Incident) -> WorkerLost:
-        """Python prints the stack first, as its cause, and the text last."""
         error = WorkerLost(text, incident.index, incident.worker, incident.stage, incident.stack or None)
-        error.__cause__ = RemoteTraceback(without_ours(incident.stack)) if incident.stack else None
+        error.__cause__ = _shown_first(incident.stack)
         return error
 
     # Waiting -------------------------------------------------------------------------------------------------------
@@ -133,7 +132,9 @@ class LoaderNarrator(Narrator):
         did = "raised this; the next call of next() waits on for the same batch"
         incident = self._unfinished(f"next() waited for it until timeout={limit_s:g} s ran out", did, *at_work)
         self.record.add(incident)
-        return BatchTimeout(f"{text}\n{whole(incident)}", incident.index, incident.worker)
+        error = BatchTimeout(f"{text}\n{whole(incident)}", incident.index, incident.worker)
+        error.__cause__ = _shown_first(incident.stack)
+        return error
 
     def interrupted(self, by: str, waited_s: float, worker: int, on: Place) -> None:
         """next() was waiting for this worker when an exception from outside ended that."""
@@ -152,9 +153,16 @@ class LoaderNarrator(Narrator):
         if view.call:
             seen.append("it computes" if view.call == "running" else f"it is in the system call {view.call}")
             seen[-1] += f" on {view.on}" if view.on else ""
+        stack = self._stack_since(time.time() - on.seconds, pid)
         advice = "Policy(sample_timeout=seconds): such a worker is killed, its stack shown, and its sample tried again"
         finding = Finding("sample-unfinished", says, tuple(seen), advice)
-        return told(case, finding, f"worker {worker} (pid {pid}) has been {_doing(case)} for {on.seconds:.1f} s", "")
+        headline = f"worker {worker} (pid {pid}) has been {_doing(case)} for {on.seconds:.1f} s"
+        return told(case, finding, headline, stack)
+
+    def _stack_since(self, began: float, pid: int) -> str:
+        """The last one that the keeper took of this process since then; "" if it took none."""
+        taken = (one.stack for one in reversed(self.record.incidents) if one.pid == pid and one.at >= began)
+        return next((stack for stack in taken if stack), "")
 
     # What was seen at the device, and of streams -------------------------------------------------------------------
 
@@ -283,6 +291,11 @@ class LoaderNarrator(Narrator):
             lines += [f"       {line}" for line in users_line(last.stack).splitlines()]
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
         return TooManyBad("\n".join(lines), bad, seen)
+
+
+def _shown_first(stack: str) -> RemoteTraceback | None:
+    """Python prints the cause of an error before the error itself, so that the answer stands last."""
+    return RemoteTraceback(without_ours(stack)) if stack else None
 
 
 def _doing(case: Case) -> str:
