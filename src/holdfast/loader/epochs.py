@@ -55,6 +55,7 @@ class LoaderEpochs(_BaseDataLoaderIter):
 
     _inside: bool  # see InterruptibleNext
     _torn: bool
+    _torn_by: str
     _host_maker: ClassVar[HostMaker] = LocalHost
 
     def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
@@ -160,6 +161,7 @@ class LoaderEpochs(_BaseDataLoaderIter):
         """A new epoch; with persistent workers, in the processes of the last one, unless that was torn or stopped."""
         anew = first_iter or self._inside or self._host.closed
         self._inside = self._torn = True  # until it has begun
+        self._torn_by = ""
         if not first_iter:
             if not anew:
                 self._leave_epoch()
