@@ -224,7 +224,8 @@ def to_raise(raised: Raised, where: str, index: object, worker: int, finding: st
     """
     error = rebuild(raised)
     cause = RemoteTraceback(raised.traceback)
-    at = users_line(raised.traceback)
+    ours = issubclass(type(error), HoldfastError)
+    at = users_line(raised.traceback, of_libraries=not ours)
     said = "".join(f"\n{text}" for text in (at, finding) if text)
     if error is None:
         why = "its class cannot be sent to the trainer"
@@ -232,7 +233,7 @@ def to_raise(raised: Raised, where: str, index: object, worker: int, finding: st
         why = "it would end the epoch, or the program, without a word if it were raised as itself"
     else:
         # Of what Holdfast raised by itself, its own frames tell nothing.
-        return told(error, where + said, None if issubclass(type(error), HoldfastError) and not at else cause)
+        return told(error, where + said, None if ours and not at else cause)
     text = f"{where} raised {raised.type_name}{f': {raised.text}' if raised.text else ''}"
     wrapped = SampleError(f"{text}\n  ({why}){said}", index, worker)
     wrapped.__cause__ = cause if error is None else _with_cause(error, cause)
@@ -262,6 +263,8 @@ def _leave_out_callers(error: traceback.TracebackException) -> None:
         seen.add(id(each))
         callers = [_is_ours(frame.filename) or _TORCH in frame.filename for frame in each.stack]
         del each.stack[: ([*callers, False].index(False) if not all(callers) else len(callers) - 1)]
+        if each.__context__ is not None and all(_is_ours(frame.filename) for frame in each.__context__.stack):
+            each.__context__ = None  # we had tried it in another way
         todo += [other for other in (each.__cause__, each.__context__) if other is not None]
 
 
@@ -270,13 +273,14 @@ def without_ours(stack: str) -> str:
     return "\n".join(line for line in stack.splitlines() if not ((frame := _FRAME.match(line)) and _is_ours(frame[2])))
 
 
-def users_line(stack: str) -> str:
+def users_line(stack: str, of_libraries: bool = True) -> str:
     """The innermost line that is the user's own, as Python shows it, on two lines; else that of a library; or ""."""
     dump = "(most recent call first)" in stack
     lines = (stack.rpartition("Current thread")[2] if dump else stack).splitlines()
     frames = [(below, frame) for below, line in enumerate(lines, 1) if (frame := _FRAME.match(line))]
     others = [each for each in (frames if dump else reversed(frames)) if not _is_ours(each[1][2])]
-    for below, frame in [each for each in others if not _LIBRARIES_AT.search(each[1][2])] or others:
+    own = [each for each in others if not _LIBRARIES_AT.search(each[1][2])]
+    for below, frame in own or (others if of_libraries else []):
         there = not dump and below < len(lines) and lines[below].startswith("    ")
         text = (lines[below] if there else getline(frame[2], int(frame[3]))).strip()
         return f"  {frame[1]}" + (f"\n    {text}" if text else "")

@@ -31,7 +31,10 @@ class Locked(Exception):
 
 
 def read(kind, index):
+    """The sample at BAD."""
     match kind:
+        case "unsendable":
+            return threading.Lock()
         case "plain":
             raise ValueError(f"bad header in {index}.jpg")
         case "long":
@@ -48,6 +51,7 @@ def read(kind, index):
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             threading.Event().wait()
+    return torch.tensor(index)
 
 
 class Samples(Dataset):
@@ -59,7 +63,7 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         if index == BAD:
-            read(self.kind, index)
+            return read(self.kind, index)
         if self.kind == "many" and index > 2:
             raise ValueError("no label")
         return torch.tensor(index)
@@ -108,6 +112,8 @@ def loader_of(kind, **more):
         case "timeout after a silence":
             worker_life.SILENT_S = 1.0  # the keeper is a fork of this process: it knows
             kind, more["timeout"] = "hang", 3
+        case "unsendable":
+            more["collate_fn"] = list
         case "many":
             more["policy"] = Policy(bad_sample="skip", max_bad=0.01)
         case "torn":

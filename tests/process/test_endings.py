@@ -27,6 +27,12 @@ ENDINGS = {
         IN_READ + r"    sys.exit\(3\)$",
         "    try ",
     ),
+    "unsendable": (
+        "CannotSend: the sample at index 17 holds something that cannot be sent to another process: .* is a lock$",
+        "^    seen   ",
+        "^    try    ",
+        r"^in worker \d \(pid \d+\) while sending batch 4 ",
+    ),
     "collate": ("^TypeError: these do not fit$", "collating batch 4 ", HERE + "broken_collate\n", "    try    "),
     "init": (
         "^RuntimeError: there is no GPU 7$",
