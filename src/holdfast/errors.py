@@ -150,7 +150,12 @@ class FileShared(HoldfastError, RuntimeError):
 
 
 class BatchTimeout(HoldfastError, RuntimeError, TimeoutError):
-    """No batch came within the loader's `timeout`."""
+    """No batch came within the loader's `timeout`. `worker` was still on the sample `index`, if that is known."""
+
+    def __init__(self, message: str, index: object = None, worker: int | None = None) -> None:
+        super().__init__(message, index, worker)
+        self.index = index
+        self.worker = worker
 
 
 class LoaderTorn(HoldfastError, RuntimeError):

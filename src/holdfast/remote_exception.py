@@ -12,15 +12,18 @@ import functools
 import inspect
 import os
 import pickle
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from linecache import getline
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from holdfast.core.host import Reply, ReplyKind
-from holdfast.errors import RemoteTraceback, SampleError, legible
+from holdfast.errors import HoldfastError, RemoteTraceback, SampleError, legible
 from holdfast.shm import main_module
 from holdfast.shm.memory_file import new_file
 from holdfast.system.evidence import Facts, Sign, error_number, facts_of
@@ -117,9 +120,19 @@ def shown(value: object) -> str:
         return f"<a {type(value).__name__}, whose __repr__ raised {type(worse).__name__}>"
 
 
+def what_raised(error: BaseException) -> str:
+    """For what comes out of the trainer's own code: type, text, and the line of the user's, in one line."""
+    text = text_of(error).partition("\n")[0]
+    at = users_line(_traceback_of(error, Exception)).partition("\n")[0].strip()
+    return f"{type(error).__name__}{f': {text}' if text else ''}{f', at {at}' if at else ''}"
+
+
 def _traceback_of(error: BaseException, catch: type[BaseException]) -> str:
+    """Without the frames through which it was called: they are ours or torch's, and the same each time."""
     try:
-        return "".join(traceback.format_exception(error))
+        whole = traceback.TracebackException.from_exception(error)
+        _leave_out_callers(whole)
+        return "".join(whole.format())
     except catch:  # user code: properties of it, or of what it comes from
         trace = vars(BaseException)["__traceback__"].__get__(error)
         lines = _asked(lambda: "".join(traceback.format_tb(trace)), "", catch)
@@ -182,7 +195,7 @@ def _rebuilt(raised: Raised) -> BaseException | None:
     return None
 
 
-def told(error: BaseException, note: str, cause: RemoteTraceback) -> BaseException:
+def told(error: BaseException, note: str, cause: RemoteTraceback | None) -> BaseException:
     """The exception, with what the trainer knows of it. Its class has no say in that: it may have attributes that
     cannot be set, or notes that are no list; the note then stands before the traceback.
     """
@@ -192,28 +205,82 @@ def told(error: BaseException, note: str, cause: RemoteTraceback) -> BaseExcepti
     except BaseException as worse:
         if raised_by_handler(worse):  # a Ctrl-C, say
             raise
-        cause = RemoteTraceback(f"{note}\n{cause}")
+        cause = RemoteTraceback(f"{note}\n{cause or ''}")
+    return _with_cause(error, cause)
+
+
+def _with_cause(error: BaseException, cause: RemoteTraceback | None) -> BaseException:
     vars(BaseException)["__cause__"].__set__(error, cause)
     return error
 
 
-def to_raise(raised: Raised, where: str, index: object, worker: int) -> BaseException:
-    """The exception to raise in the trainer; `where` tells sample, stage and worker."""
+def to_raise(raised: Raised, where: str, index: object, worker: int, finding: str = "") -> BaseException:
+    """The exception to raise in the trainer; `where` tells sample, stage and worker. Python prints the traceback first,
+    and last what is said here: the user's own line, and the finding.
+    """
     error = rebuild(raised)
     cause = RemoteTraceback(raised.traceback)
+    ours = issubclass(type(error), HoldfastError)
+    at = users_line(raised.traceback, of_libraries=not ours)
+    said = "".join(f"\n{text}" for text in (at, finding) if text)
     if error is None:
         why = "its class cannot be sent to the trainer"
     elif not issubclass(type(error), Exception) or issubclass(type(error), StopIteration | StopAsyncIteration):
         why = "it would end the epoch, or the program, without a word if it were raised as itself"
     else:
-        return told(error, where, cause)
-    wrapped = SampleError(
-        f"{where} raised {raised.type_name}: {raised.text}\n  ({why})\n{raised.traceback}",
-        index,
-        worker,
-    )
-    wrapped.__cause__ = error if error is not None else cause
+        # Of what Holdfast raised by itself, its own frames tell nothing.
+        return told(error, where + said, None if ours and not at else cause)
+    text = f"{where} raised {raised.type_name}{f': {raised.text}' if raised.text else ''}"
+    wrapped = SampleError(f"{text}\n  ({why}){said}", index, worker)
+    wrapped.__cause__ = cause if error is None else _with_cause(error, cause)
     return wrapped
+
+
+# Which line of the user's is it? A stack is Python's traceback, or a dump of faulthandler, which begins innermost.
+
+
+_FRAME = re.compile(r'\s*(File "(.+)", line (\d+),? in .+)')
+_HOLDFAST, _TORCH = f"{Path(__file__).parent}/", "/torch/"
+_USED_AS_A_USER_WOULD = (f"{_HOLDFAST}testing/", f"{_HOLDFAST}cli/")
+_LIBRARIES_AT = re.compile(rf"/(site|dist)-packages/|{re.escape(str(Path(os.__file__).parent))}/|<frozen ")
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_HOLDFAST) and not file.startswith(_USED_AS_A_USER_WOULD)
+
+
+def _leave_out_callers(error: traceback.TracebackException) -> None:
+    """Down to the user's first frame, here and in what it comes from; one frame stays in any case."""
+    todo, seen = [error], set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        callers = [_is_ours(frame.filename) or _TORCH in frame.filename for frame in each.stack]
+        del each.stack[: ([*callers, False].index(False) if not all(callers) else len(callers) - 1)]
+        if each.__context__ is not None and all(_is_ours(frame.filename) for frame in each.__context__.stack):
+            each.__context__ = None  # we had tried it in another way
+        todo += [other for other in (each.__cause__, each.__context__) if other is not None]
+
+
+def without_ours(stack: str) -> str:
+    """A dump, with the user's frames and those of libraries."""
+    return "\n".join(line for line in stack.splitlines() if not ((frame := _FRAME.match(line)) and _is_ours(frame[2])))
+
+
+def users_line(stack: str, of_libraries: bool = True) -> str:
+    """The innermost line that is the user's own, as Python shows it, on two lines; else that of a library; or ""."""
+    dump = "(most recent call first)" in stack
+    lines = (stack.rpartition("Current thread")[2] if dump else stack).splitlines()
+    frames = [(below, frame) for below, line in enumerate(lines, 1) if (frame := _FRAME.match(line))]
+    others = [each for each in (frames if dump else reversed(frames)) if not _is_ours(each[1][2])]
+    own = [each for each in others if not _LIBRARIES_AT.search(each[1][2])]
+    for below, frame in own or (others if of_libraries else []):
+        there = not dump and below < len(lines) and lines[below].startswith("    ")
+        text = (lines[below] if there else getline(frame[2], int(frame[3]))).strip()
+        return f"  {frame[1]}" + (f"\n    {text}" if text else "")
+    return ""
 
 
 # Was it a transform that raised? The frames of a traceback know: below a dataset whose `transform` was called.

@@ -351,6 +351,9 @@ class Figures(Protocol):
     def figures(self) -> dict[str, float]:
         """What it has done and used so far, over all its lives."""
 
+    def place(self, now: float) -> Place:
+        """What it is on, and for how long. `now`: time.monotonic()."""
+
 
 @runtime_checkable
 class HasPulses(Protocol):

@@ -5,7 +5,7 @@ keeps what happened.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from holdfast.diagnose.incident import TEXT, BadSample, Incident, as_dict, at_mo
 from holdfast.diagnose.run_folder import RunFolder
 from holdfast.diagnose.stats import WorkerStats
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised, shown
+from holdfast.remote_exception import Raised, shown, users_line
 from holdfast.system.evidence import Evidence
 from holdfast.system.signal_origin import warn
 
@@ -79,6 +79,8 @@ class Record:
     repeats: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """How often the same (finding, index, did) was added; of no more than `KEPT`."""
     waited_s: float = 0.0
+    waiting_since: float | None = None
+    """When next() began to wait, by time.monotonic(); None while it does not."""
     ran_s: float = 0.0
     need: int = 0
     """Bytes that a worker needed at its peak, and workers that were best: the next epoch begins with them."""
@@ -88,6 +90,12 @@ class Record:
     device_ran_s: float = 0.0
     kept_in: RunFolder | None = None
     """Where incidents are written at once, so that they outlive the trainer."""
+
+    @property
+    def waited_so_far_s(self) -> float:
+        """With the waiting that is under way."""
+        since = self.waiting_since
+        return self.waited_s + (0.0 if since is None else time.monotonic() - since)
 
     def add(self, incident: Incident) -> int:
         """Gives how often the same has happened to the same sample, and had the same end."""
@@ -107,6 +115,30 @@ class Record:
         self.counts["bad_samples"] += 1
         if len(self.bad_samples) < KEPT:
             self.bad_samples.append(replace(bad, error=at_most(bad.error, TEXT)))
+
+
+# Letters of a line, in what an exception says at its end.
+_LINE = 300
+
+
+def brief(incident: Incident, why: bool = True) -> str:
+    """For the end of an exception: the finding, what was seen and what to try, each in one line; the stack stands
+    elsewhere. Without `why`, where the exception itself says that."""
+    lines = [f"  {incident.finding}: {one_line(incident.says)}"] if why else []
+    seen = "; ".join(one_line(fact) for fact in incident.seen if not fact.endswith(", below")) if why else ""
+    lines += [f"    seen   {seen}"] if seen else []
+    lines += [f"    did    {incident.did}"] if why and incident.did else []
+    lines += [f"    try    {incident.advice}"] if why else []
+    return "\n".join([*lines, f"    more   holdfast explain {incident.finding}"])
+
+
+def one_line(text: str) -> str:
+    return at_most(text.partition("\n")[0], _LINE)
+
+
+def whole(incident: Incident) -> str:
+    """What an exception says that is about this incident alone."""
+    return "\n".join(text for text in (incident.headline, users_line(incident.stack), brief(incident)) if text)
 
 
 class Narrator:
@@ -141,6 +173,11 @@ class Narrator:
         if times & (times - 1) == 0:
             warn(incident.line if times == 1 else f"{incident.line} ({times} times so far)")
         return incident
+
+    def all_of(self, notes: deque[Note | Silence]) -> None:
+        """What has happened to workers since the last time."""
+        while notes:
+            self.incident(notes.popleft())
 
     def incident(self, note: Note | Silence) -> None:
         """Something happened to a worker, and the ledger has dealt with it."""

@@ -193,6 +193,24 @@ class BatchRequests:
 
 
 _REPORT = "\n    try    please report this; a new iterator begins clean: iter(loader)"
+_ANEW = "\n    try    make a new iterator: iter(loader)"
+
+
+def torn(came: int, by: str) -> LoaderTorn:
+    """`by`: the exception, and where it came from; "" if the epoch had not begun."""
+    by = by or "iter() itself did not come to its end"
+    return LoaderTorn(
+        "an exception from outside (Ctrl-C, a signal handler that raised) left this loader in the middle of its "
+        f"bookkeeping, or passed through its sampler, after {came} batches of this epoch\n    seen   {by}{_ANEW}"
+    )
+
+
+def shut_down(came: int) -> LoaderTorn:
+    """From outside, while there was more to come."""
+    return LoaderTorn(
+        "the workers of this loader were shut down in the middle of an epoch: what was to come is lost\n"
+        f"    seen   {came} batches of this epoch had come, and no worker is left{_ANEW}"
+    )
 
 
 def short(result: Short) -> StreamBroken:

@@ -17,9 +17,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _shar
 from holdfast.core.autoscale import Autoscale
 from holdfast.core.host import HasPulses, Host, HostMaker, KnowsMemory, LendsSlots, Result, Room, WorkerProcess
 from holdfast.core.ledger import Ledger
-from holdfast.core.messages import Deliver, Lost, Short
+from holdfast.core.messages import Deliver, Lost, Place, Short, Stage
 from holdfast.core.supervisor import Supervisor
 from holdfast.diagnose.narrator import Record
+from holdfast.diagnose.run_folder import TOTALS_S
 from holdfast.errors import BatchTimeout
 from holdfast.loader import seeds
 from holdfast.loader.batch_requests import BatchRequests
@@ -45,6 +46,8 @@ MOST_WORKERS = 64
 MORE_THAN_CPUS = 2
 # How often it is thought over how many workers there should be.
 LOOK_S = 0.25
+# A worker that is there, and waits for the trainer.
+_IDLE = (Stage.IDLE, Stage.ANNOUNCE)
 
 
 class LoaderEpochs(_BaseDataLoaderIter):
@@ -52,6 +55,7 @@ class LoaderEpochs(_BaseDataLoaderIter):
 
     _inside: bool  # see InterruptibleNext
     _torn: bool
+    _torn_by: str
     _host_maker: ClassVar[HostMaker] = LocalHost
 
     def __init__(self, loader: Any, policy: Policy, record: Record) -> None:
@@ -160,6 +164,7 @@ class LoaderEpochs(_BaseDataLoaderIter):
         """A new epoch; with persistent workers, in the processes of the last one, unless that was torn or stopped."""
         anew = first_iter or self._inside or self._host.closed
         self._inside = self._torn = True  # until it has begun
+        self._torn_by = ""
         if not first_iter:
             if not anew:
                 self._leave_epoch()
@@ -219,19 +224,45 @@ class LoaderEpochs(_BaseDataLoaderIter):
         while supervisor.resolved < self._next_task - self._first_task and supervisor.stop is None:
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
-                raise BatchTimeout(f"DataLoader timed out after {limit} seconds")
+                raise self._late()
             self._pass_over()
-            supervisor.step(left)
+            self._step(left)
         self._pass_over()
         if supervisor.stop is not None:
             self._stopped()  # it is in the report; the new epoch has new processes
         else:
             self._orders.leave(self._ledger.streams_left, self._host.ends)
 
+    # Waiting ------------------------------------------------------------------------------------------------------
+
+    def _step(self, left_s: float | None) -> None:
+        """Wait, and tell what happens: whoever kills this process, or interrupts it, finds that told."""
+        kept_in, notes = self._record.kept_in, self._supervisor.notes
+        if kept_in is not None:
+            left_s = TOTALS_S if left_s is None else min(left_s, TOTALS_S)
+        self._supervisor.step(left_s)
+        if notes:
+            self._narrator.all_of(notes)
+        if kept_in is not None:
+            kept_in.write_totals(self._stats)
+
+    def _at_work(self) -> tuple[int, Place] | None:
+        """A worker that has something to do, and what that is: the one that the next batch waits for, if that is known,
+        or the one that has been at it for longest."""
+        if not isinstance(self._host, HasPulses):
+            return None
+        now, due = time.monotonic(), self._first_task + self._supervisor.resolved
+        found = [(worker, pulse.place(now)) for worker, pulse in enumerate(self._host.pulses)]
+        busy = [(worker, on) for worker, on in found if on.stage not in _IDLE and self._host.pid_of(worker) is not None]
+        return max(busy, key=lambda each: (each[1].task == due, each[1].seconds), default=None)
+
+    def _late(self) -> BatchTimeout:
+        """The loader's own `timeout` has run out."""
+        return self._narrator.late(self._timeout, self._supervisor.resolved, self._at_work())
+
     def _pass_over(self) -> None:
         """Batches that nobody will get, but for what they say of their stream."""
-        while self._supervisor.notes:
-            self._narrator.incident(self._supervisor.notes.popleft())
+        self._narrator.all_of(self._supervisor.notes)
         while self._ready:
             _, result = self._ready.popleft()
             came = came_from_worker(result)

@@ -26,16 +26,19 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from holdfast.core.host import Result
 from holdfast.core.messages import BootFailed, Drawn, Lost, Short
-from holdfast.errors import BatchTimeout, HoldfastError, LoaderTorn, WrongProcess
-from holdfast.loader.batch_requests import fewer_items, missing, short
+from holdfast.errors import HoldfastError, WrongProcess
+from holdfast.loader.batch_requests import fewer_items, missing, short, shut_down, torn
 from holdfast.loader.device import Unpacked
 from holdfast.loader.epochs import LOOK_S, LoaderEpochs, came_from_worker
 from holdfast.loader.fetch import uncollated
 from holdfast.loader.stream import Moved, Snapshot
 from holdfast.loader.tree import moved
-from holdfast.remote_exception import Raised
+from holdfast.remote_exception import Raised, what_raised
 from holdfast.shm import forks
 from holdfast.system.signal_origin import raised_by_handler
+
+# next() that was interrupted after so long, while a worker was on one sample for so long, has waited for that one.
+LONG_S = 1.0
 
 
 class InterruptibleNext:
@@ -50,6 +53,7 @@ class InterruptibleNext:
     _IterableDataset_len_called: Any
     _inside = False  # from the beginning of a call to its end; for ever in a torn one
     _torn = False
+    _torn_by = ""
     _again = False
     _profiled: Callable[[], bool] = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
 
@@ -66,10 +70,11 @@ class InterruptibleNext:
                     unpacked = self._next_batch()
             else:
                 unpacked = self._next_batch()
-        except BaseException:
+        except BaseException as error:
             self._torn = True
             if self._repeatable():
                 self._torn = self._inside = False
+            self._tell_of(error)
             raise
         self._inside = False
         if unpacked is None:
@@ -86,13 +91,15 @@ class InterruptibleNext:
         again, self._again = self._again, False
         return again
 
+    def _tell_of(self, error: BaseException) -> None:
+        """It is leaving next(), and was not meant to."""
+        if self._torn:
+            self._torn_by = what_raised(error)
+
     def _refusal(self) -> RuntimeError:
         if not self._torn:
             return RuntimeError("next() of this iterator runs already: in another thread, or below a signal handler")
-        return LoaderTorn(
-            "an exception from outside (Ctrl-C, a signal handler that raised) left this loader in the middle of its "
-            "bookkeeping, or passed through its sampler\n    try    make a new iterator: iter(loader)"
-        )
+        return torn(self._num_yielded, self._torn_by)
 
     def _warn_of_length(self) -> None:
         if self._num_yielded <= (self._IterableDataset_len_called or 0):
@@ -154,8 +161,8 @@ class WorkerIterator(InterruptibleNext, LoaderEpochs):
                 lost = self._wait()
                 if lost is not None:
                     return Unpacked(error=lost)
-            while supervisor.notes:
-                self._narrator.incident(supervisor.notes.popleft())
+            if supervisor.notes:
+                self._narrator.all_of(supervisor.notes)
             if supervisor.stop is not None:
                 return Unpacked(error=self._stopped())
             if not ready:
@@ -190,33 +197,49 @@ class WorkerIterator(InterruptibleNext, LoaderEpochs):
 
     def _wait(self) -> HoldfastError | None:
         """Until a batch is ready, or nothing is left to wait for; the error when that is in vain."""
+        record = self._record
+        began = record.waiting_since = time.monotonic()
+        lost = self._wait_since(began)
+        waited = time.monotonic() - began
+        record.waiting_since = None
+        record.waited_s += waited
+        if began + waited >= self._look_at:
+            self._look(0.0)
+        return lost
+
+    def _wait_since(self, began: float) -> HoldfastError | None:
         supervisor, ready, limit = self._supervisor, self._ready, self._timeout or None
-        began = time.monotonic()
         while not ready and supervisor.stop is None:
             if supervisor.resolved == self._next_task - self._first_task:
                 self._draw()  # dropped tasks made room
                 if supervisor.resolved == self._next_task - self._first_task:
                     break
             if self._host.closed:
-                return LoaderTorn(
-                    "the workers of this loader were shut down in the middle of an epoch: what was to come is lost\n"
-                    "    try    make a new iterator: iter(loader)"
-                )
+                return shut_down(self._num_yielded)
             left = None if limit is None else began + limit - time.monotonic()
             if left is not None and left <= 0:
-                return BatchTimeout(f"DataLoader timed out after {limit} seconds")
+                return self._late()
             if self._in_order:
                 self._host.want(self._first_task + supervisor.resolved)
-            supervisor.step(left)
+            self._step(left)
             if not ready:
                 self._draw()
                 if time.monotonic() >= self._look_at:
                     self._look(time.monotonic() - began)
-        waited = time.monotonic() - began
-        self._record.waited_s += waited
-        if began + waited >= self._look_at:
-            self._look(0.0)
         return None
+
+    def _tell_of(self, error: BaseException) -> None:
+        """A Ctrl-C while next() waits, say: which sample does it wait for?"""
+        super()._tell_of(error)
+        record = self._record
+        began, record.waiting_since = record.waiting_since, None
+        if began is None:
+            return
+        waited = time.monotonic() - began
+        record.waited_s += waited
+        at_work = self._at_work() if waited >= LONG_S else None
+        if at_work is not None and at_work[1].seconds >= LONG_S:
+            self._narrator.interrupted(type(error).__name__, waited, *at_work)
 
     def _look(self, waiting_s: float) -> None:
         """Are there as many workers as there should be?"""

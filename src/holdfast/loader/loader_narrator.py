@@ -9,21 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.host import Silence
-from holdfast.core.messages import Did, Exited, Lost, Note, Stage, Stop, What
-from holdfast.diagnose.finding import TRAINER, Again, Case
-from holdfast.diagnose.incident import BadSample, incident_of, where
-from holdfast.diagnose.narrator import Narrator, Record
+from holdfast.core.messages import Did, Exited, Lost, Note, Place, Stage, Stop, What
+from holdfast.diagnose.finding import TRAINER, Again, Case, Finding
+from holdfast.diagnose.incident import BadSample, Incident, incident_of, told, where
+from holdfast.diagnose.narrator import Narrator, Record, brief, one_line, whole
 from holdfast.diagnose.stats import LoaderStats
-from holdfast.errors import FileShared, TooManyBad, WorkerLost
+from holdfast.errors import BatchTimeout, FileShared, RemoteTraceback, TooManyBad, WorkerLost
 from holdfast.loader.cached import CachedDataset
 from holdfast.loader.cuda_slots import Refusal
 from holdfast.loader.fetch import GIVEN, BatchFailure, Trouble
 from holdfast.loader.files import FileCache, shared_positions
 from holdfast.loader.measure import attributes
 from holdfast.policy import Policy
-from holdfast.remote_exception import Raised, shown, to_raise
+from holdfast.remote_exception import Raised, shown, to_raise, users_line, without_ours
 from holdfast.system.cgroups import usable_cpus
-from holdfast.system.evidence import Evidence
+from holdfast.system.evidence import Evidence, view_of
+from holdfast.system.signal_origin import warn
 
 _DID = {"retried": "tried again", "skipped": "left the sample out", "replaced": "replaced the sample"}
 # What the ledger did about a death.
@@ -45,6 +46,15 @@ _DID_ABOUT_DEATH = {
 }
 # Open files that are named.
 _FILES = 4
+# What a worker is doing, other than loading one sample; with the batch.
+_DOING = {
+    Stage.BOOT: "starting",
+    Stage.INIT: "in worker_init_fn",
+    Stage.FETCH_MANY: "in __getitems__ ({})",
+    Stage.COLLATE: "collating ({})",
+    Stage.SEND: "sending ({})",
+    Stage.REPLAY: "bringing its stream back to its place ({})",
+}
 # A sample that ended too many lives is bad from then on.
 _NOW_BAD = (Did.REPLACED, Did.LEFT_OUT, Did.LEFT_OUT_LAST)
 
@@ -107,7 +117,57 @@ class LoaderNarrator(Narrator):
         if lost.position >= 0 and (lost.task, lost.position) not in self._given_up:  # (that was told of then)
             batch = lost.task - self.first_task
             self.record.add_bad(BadSample(case.index, batch, incident.headline, lost.attempts))
-        return WorkerLost(str(incident), case.index, case.worker, incident.stage, incident.stack or None)
+        return self._lost(whole(incident), incident)
+
+    @staticmethod
+    def _lost(text: str, incident: Incident) -> WorkerLost:
+        error = WorkerLost(text, incident.index, incident.worker, incident.stage, incident.stack or None)
+        error.__cause__ = _shown_first(incident.stack)
+        return error
+
+    # Waiting -------------------------------------------------------------------------------------------------------
+
+    def late(self, limit_s: float, batch: int, at_work: tuple[int, Place] | None) -> BatchTimeout:
+        """`timeout` has run out. `at_work`: the worker that next() waits for, and what it is on. Gives the error."""
+        text = f"DataLoader timed out after {limit_s} seconds: batch {batch} has not come"
+        if at_work is None:
+            return BatchTimeout(f"{text}\n    seen   no worker is on a sample now\n    try    a longer timeout=")
+        did = "raised this; the next call of next() waits on for the same batch"
+        incident = self._unfinished(f"next() waited for it until timeout={limit_s:g} s ran out", did, *at_work)
+        self.record.add(incident)
+        error = BatchTimeout(f"{text}\n{whole(incident)}", incident.index, incident.worker)
+        error.__cause__ = _shown_first(incident.stack)
+        return error
+
+    def interrupted(self, by: str, waited_s: float, worker: int, on: Place) -> None:
+        """next() was waiting for this worker when an exception from outside ended that."""
+        says = f"next() was interrupted after {waited_s:.1f} s ({by}), and waited for it"
+        incident = self._unfinished(says, "left the worker alone", worker, on)
+        self.record.add(incident)
+        warn(incident.line)
+
+    def _unfinished(self, says: str, did: str, worker: int, on: Place) -> Incident:
+        """What the worker does is not judged: it may be a hang, or a slow sample."""
+        pid = self._pid_of(worker) or 0
+        view = view_of(pid)
+        evidence = Evidence(pid=pid, view=view)
+        case = self.at(on, evidence, worker=worker, what=What.SILENT, code=int(on.seconds), did=did)
+        seen = [f"its pulse has not changed for {on.seconds:.1f} s"]
+        if view.call:
+            seen.append("it computes" if view.call == "running" else f"it is in the system call {view.call}")
+            seen[-1] += f" on {view.on}" if view.on else ""
+        stack = self._stack_since(time.time() - on.seconds, pid)
+        advice = "Policy(sample_timeout=seconds): such a worker is killed, its stack shown, and its sample tried again"
+        finding = Finding("sample-unfinished", says, tuple(seen), advice)
+        headline = f"worker {worker} (pid {pid}) has been {_doing(case)} for {on.seconds:.1f} s"
+        return told(case, finding, headline, stack)
+
+    def _stack_since(self, began: float, pid: int) -> str:
+        """The last one that the keeper took of this process since then; "" if it took none."""
+        taken = (one.stack for one in reversed(self.record.incidents) if one.pid == pid and one.at >= began)
+        return next((stack for stack in taken if stack), "")
+
+    # What was seen at the device, and of streams -------------------------------------------------------------------
 
     def not_registered(self, refusal: Refusal) -> None:
         """The device cannot read slots in place. The user hears it once."""
@@ -193,8 +253,13 @@ class LoaderNarrator(Narrator):
     def failure(self, failure: BatchFailure, batch: int, worker: int) -> BaseException:
         """User code raised, and the policy passes that on. Gives the exception to raise."""
         case = self.failed(failure, batch, worker)
-        told = f"in worker {worker} (pid {case.pid}) {where(case)}"
-        return to_raise(failure.raised, told, failure.index, worker)
+        at = f"in worker {worker} (pid {case.pid}) {where(case)}"
+        return to_raise(failure.raised, at, failure.index, worker, self._brief(incident_of(case), failure.raised))
+
+    @staticmethod
+    def _brief(incident: Incident, raised: Raised) -> str:
+        """Errors of ours say by themselves what to try."""
+        return brief(replace(incident, did=""), why="\n    try " not in raised.text)
 
     def failed(self, failure: BatchFailure, batch: int, worker: int) -> Case:
         """The same, into the report only."""
@@ -221,8 +286,8 @@ class LoaderNarrator(Narrator):
 
     def boot_failure(self, raised: Raised, worker: int) -> BaseException:
         """A worker could not start. Gives the exception to raise."""
-        self.could_not_start(raised, worker)
-        return to_raise(raised, f"in worker {worker} while it started", None, worker)
+        incident = self.could_not_start(raised, worker)
+        return to_raise(raised, f"in worker {worker} while it started", None, worker, self._brief(incident, raised))
 
     def stop(self, stop: Stop) -> BaseException:
         """Going on would not help. Gives the exception to raise."""
@@ -231,8 +296,7 @@ class LoaderNarrator(Narrator):
             note = Note(event, Did.STOPPED, 0, 0, 0 if event.on is None else event.on.spare)
             case = replace(self.death(note), did="gave up")
             incident = incident_of(case)
-            text = f"{self.gave_up(event)}\n{incident}"
-            return WorkerLost(text, case.index, case.worker, incident.stage, incident.stack or None)
+            return self._lost(f"{self.gave_up(event)}\n{whole(incident)}", incident)
         return self.too_many(stop.bad, stop.seen)
 
     def too_many(self, bad: int, seen: int) -> TooManyBad:
@@ -242,8 +306,26 @@ class LoaderNarrator(Narrator):
         lines += [f"    seen   {count} x {error}" for error, count in shared]
         others = len({b.error for b in self.record.bad_samples}) - len(shared)
         lines += [f"    seen   and {others} other errors"] if others > 0 else []
+        last = next((one for one in reversed(self.record.incidents) if one.index is not None and one.stack), None)
+        if last is not None:
+            who = "the trainer" if self.blank.start_method == "none" else f"worker {last.worker}"
+            lines += [f"    last   index {shown(last.index)} (batch {last.batch}) in {who}: {one_line(last.says)}"]
+            lines += [f"       {line}" for line in users_line(last.stack).splitlines()]
         lines += ["    try    look at what they share; Policy(max_bad=...) sets the share that is borne"]
         return TooManyBad("\n".join(lines), bad, seen)
+
+
+def _shown_first(stack: str) -> RemoteTraceback | None:
+    """Python prints the cause of an error before the error itself, so that the answer stands last."""
+    return RemoteTraceback(without_ours(stack)) if stack else None
+
+
+def _doing(case: Case) -> str:
+    """In words; the trainer does not know which attempt it is."""
+    about = f"batch {case.task}"
+    if case.stage is Stage.FETCH:
+        return f"on {'an item' if case.index is None else f'index {shown(case.index)}'} ({about})"
+    return _DOING[case.stage or Stage.BOOT].format(about)
 
 
 def _limit(size: int) -> str:
@@ -262,7 +344,7 @@ def totals(record: Record, workers: int, dataset: Any) -> LoaderStats:
         retries=counts["retries"],
         restarts=counts["restarts"],
         bad_samples=counts["bad_samples"],
-        waited_s=round(record.waited_s, 3),
+        waited_s=round(record.waited_so_far_s, 3),
         ran_s=round(record.ran_s, 3),
         workers=workers,
         cpus=usable_cpus(),
