@@ -378,7 +378,7 @@ def test_one_that_may_not_look_says_so(tmp_path):
     held = CachedDataset([1, 2], "1MiB")
     saved = pickle.dumps(held)
     code = (
-        "import os, pickle, sys, holdfast\n"
+        "import os, pickle, sys; from holdfast import CachedDataset\n"
         "saved = sys.stdin.buffer.read()\n"
         "os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n"
         "pickle.loads(saved)"

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast import DataLoader, Policy, Pool, TaskLost
 from holdfast.errors import SampleError
+from holdfast.system.run_files import records_of
 
 from .hostile import (
     BAD,
@@ -311,7 +312,8 @@ def test_an_index_that_json_cannot_hold(bad_sample, kept, workers, tmp_path, mon
         (raw,) = loader.report().to_dict()["bad_samples"]
         assert number(raw["index"]) == BAD
         if kept:
-            lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+            records = (record for path in folder.glob("trainer-*.jsonl") for record in records_of(path))
+            lines = [record for record in records if record["record"] == "incident"]
             assert [line["index"] for line in lines] == [told], kind
             assert not workers or lines[0]["again"]["indices"][1] == told
 

@@ -60,14 +60,14 @@ def test_labels_alone_keep_only_labels():
 
 def test_batches_larger_than_a_slot():
     """They get a file of their own."""
-    from holdfast.local.trainer import worker_channel as host
+    from holdfast.shm import memory_file
 
-    before = host.stride_for
-    host.stride_for = lambda slots: 1 << 20
+    before = memory_file.stride_for
+    memory_file.stride_for = lambda slots: 1 << 20
     try:
         kept = list(DataLoader(Images(12), batch_size=4, num_workers=2))
     finally:
-        host.stride_for = before
+        memory_file.stride_for = before
     for i, (images, labels) in enumerate(kept):
         assert labels.tolist() == list(range(4 * i, 4 * i + 4))
         assert all((images[j] == float(labels[j])).all() for j in range(4))

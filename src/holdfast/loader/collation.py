@@ -356,7 +356,7 @@ class Collator:
 
     def _is_for_want(self, error: BaseException) -> bool:
         """The system refused something to this process: memory, descriptors, threads."""
-        lacks = isinstance(error, MemoryError | OSError)
+        lacks = issubclass(type(error), MemoryError | OSError)  # (`__class__` may be user code)
         return lacks or any(word in text_of(error, self._kind)[:200] for word in _LACKS)
 
 
