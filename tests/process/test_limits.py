@@ -150,7 +150,7 @@ def test_fewer_processes_than_workers():
     assert run["exact"]
     assert set(run["findings"]) == {"cannot-start-process"}
     assert "cgroup pids.max 4" in run["text"]
-    assert "went on with 3 workers" in run["text"]  # and then with 2: told once
+    assert "went on with 2 workers" in run["text"]  # and with 3 before that: the last one stands for both
 
 
 def test_a_service_that_is_down_for_a_while_costs_that_while_and_no_sample():
