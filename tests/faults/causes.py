@@ -27,6 +27,7 @@ import torch
 from holdfast import DataLoader, Policy
 from holdfast.diagnose.finding import TRAINER
 from holdfast.system import snapshot
+from holdfast.system.run_files import records_of
 from holdfast.system.signal_origin import can_note
 
 from .cause_table import BY_THE_HANDLER, CAUSES, LIBRARIES, SPEED, Cause
@@ -72,8 +73,8 @@ def told_by_the_witness() -> list[dict[str, Any]]:
     """What `holdfast run` keeps of the trainer itself."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        kept = [json.loads(line) for path in Path(os.environ["T"]).glob("*.jsonl") for line in open(path)]
-        if mine := [incident for incident in kept if incident["worker"] == TRAINER]:
+        kept = [record for path in Path(os.environ["T"]).glob("trainer-*.jsonl") for record in records_of(path)]
+        if mine := [one for one in kept if one["record"] == "incident" and one["worker"] == TRAINER]:
             return mine
         time.sleep(0.05)
     return []

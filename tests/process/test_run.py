@@ -1,7 +1,6 @@
 """`holdfast run`: a script as it is, with our loader in it; who signals the trainer is told, and no more changes."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import time
 import pytest
 
 from holdfast.system import signal_origin
+from holdfast.system.run_files import records_of
 
 needs_compiler = pytest.mark.skipif(
     signal_origin.install is None, reason="without system/_sender.c: senders stay unknown"
@@ -134,8 +134,8 @@ def test_a_signal_ends_it_as_ever_and_the_sender_is_told(tmp_path):
     assert status == -signal.SIGTERM
     assert f"holdfast: the trainer was sent SIGTERM (pid {process.pid})" in err
     assert "trainer-signalled" in err and "bash -c kill -TERM" in err and "hunter2" not in err
-    (kept,) = (tmp_path / "kept").glob("*.jsonl")
-    incident = json.loads(kept.read_text())
+    (kept,) = (tmp_path / "kept").glob("trainer-*.jsonl")
+    _, incident = records_of(kept)
     assert (incident["finding"], incident["signal"], incident["worker"]) == ("trainer-signalled", "SIGTERM", -2)
 
 
