@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import holdfast
-from holdfast import Pool
+from holdfast import Pool, spawn
 from holdfast.shm import forks
 
 from ..conftest import children, until
@@ -40,7 +40,7 @@ def _iter():
 
 
 def _spawn():
-    holdfast.spawn(ranks.nothing, nprocs=1, start_method="fork")
+    spawn(ranks.nothing, nprocs=1, start_method="fork")
 
 
 @pytest.mark.parametrize("call", [_iter, _spawn])
