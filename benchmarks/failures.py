@@ -9,6 +9,7 @@ import contextlib
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ FAILURES = (
     Failure(
         "memory",
         "Out of memory",
-        f"Sample {BAD} needs 4 GiB, and the control group has {MEMORY}B. The kernel kills the worker.",
+        f"Sample {BAD} needs 4 GiB, and the control group has {MEMORY[:-1]} MiB. The kernel kills the worker.",
         GROUP.replace("{kind}", "memory").replace("{limit}", MEMORY).replace("{file}", "memory.limit_in_bytes"),
         SKIP,
     ),
@@ -95,13 +96,14 @@ FAILURES = (
     Failure(
         "shared-file",
         "A file that was opened before the fork",
-        "The dataset opens its file once, with `open()`. Each worker seeks and reads, and all of them move one position.",
+        "The dataset opens its file once, with `open()`. Each worker seeks and reads, and all move one position.",
         again=Again(("HOLDFAST_SHARED_FILES=error",)),
     ),
     Failure(
         "descriptors",
         "Descriptor leak",
-        "Each sample opens a file and does not close it. A process may have 256 open files (`ulimit -n 256`).",
+        "Each sample opens a file and does not close it. A process may have 256 open files (`ulimit -n 256`). "
+        "Holdfast replaces a worker before it reaches the limit; its report names the files.",
         "ulimit -Sn 256; exec {run}",
     ),
     Failure(
@@ -114,8 +116,8 @@ FAILURES = (
     Failure(
         "sigterm",
         "SIGTERM to the process group",
-        "A scheduler ends the job: all its processes get SIGTERM, the trainer and the workers. torch and Holdfast leave "
-        "SIGTERM to the script, which has no handler. `holdfast run` runs the script unchanged, and tells the signal.",
+        "A scheduler ends the job: all its processes get SIGTERM, the trainer and the workers. Both loaders leave it "
+        "to the script, which has no handler. `holdfast run` runs the script unchanged, and tells the signal.",
         again=Again(under="holdfast run"),
         terminated=True,
     ),
@@ -128,7 +130,7 @@ FAILURES = (
     Failure(
         "shared-memory",
         "Shared memory is full",
-        "/dev/shm has 16 MB, as in many containers a batch or two fill it. A batch has 12 MB.",
+        "/dev/shm has 16 MB, and a batch 12 MB. (In a container of Docker's it has 64 MB.)",
         SMALL_SHM,
     ),
 )
@@ -136,8 +138,8 @@ FAILURES = (
 
 def missing(failure: Failure) -> str:
     """Why it cannot be made here; "" if it can."""
-    if failure.within in (GROUP, SMALL_SHM) and os.getuid() != 0:
-        return "it needs root"
+    if failure.within == SMALL_SHM and (os.getuid() != 0 or shutil.which("unshare") is None):
+        return "it needs root and `unshare`"
     if "/sys/fs/cgroup/" in failure.within and not os.access("/sys/fs/cgroup/memory", os.W_OK):
         return "it needs root and control groups of version 1"
     return ""
@@ -248,7 +250,7 @@ def shorter(line: str) -> str:
 INTRODUCTION = f"""\
 # Eight failures, side by side
 
-These are the failures of data loading that people post most. The same small training script,
+People post these failures of data loading most. The same small training script,
 [benchmarks/train.py](../benchmarks/train.py), meets each of them twice. Only its import differs:
 
 ```python
@@ -256,50 +258,64 @@ These are the failures of data loading that people post most. The same small tra
 {OURS}
 ```
 
-The script loads {SAMPLES} images in batches of 16, with two workers. It counts how many came right: once, in their place, with their own
-value. Both loaders have their defaults. Where one setting makes a difference, a third run has it.
+The script loads {SAMPLES} images in batches of 16, with two workers. It counts the images that came right: those with
+their own value, at their place. Both loaders have their defaults. Where one setting makes a difference, a third run
+has it.
 
-For each run you see how it ended, after how many seconds (with 2 to 3 s for the imports), and how many samples came right. Then come
-the last {LINES} lines of its output, stdout and stderr together. Longer lines than {COLUMNS} columns are cut.
+For each run you see how it ended, after how many seconds (2 to 3 of them are imports), and how many samples came right.
+Then come the last {LINES} lines of its output, stdout and stderr together, cut at {COLUMNS} columns. Paths are shortened.
 
-Repeat it with `make failures`: all runs are real, and this page is written anew. It takes about five minutes and needs root, a control
-group of version 1 for memory, and `unshare`; what cannot be made is said here.
+`make failures` makes all runs again and writes this page. It takes about five minutes. It needs root, control groups of
+version 1 and `unshare`; the page says what could not be made.
 """
 
 
-def page(sections: list[str]) -> str:
-    versions = (
-        f"This page: {time.strftime('%Y-%m-%d')}, Holdfast {holdfast.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs."
+def versions() -> str:
+    return (
+        f"These runs: {time.strftime('%Y-%m-%d')}, Holdfast {holdfast.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs."
     )
-    return "\n".join((INTRODUCTION, versions, *sections))
 
 
-def section(number: int, failure: Failure) -> str:
-    """One failure; it says what happens while it happens."""
-    heading = f"\n## {number}. {failure.title}\n\n{failure.what}\n"
+def glance(made: dict[Failure, list[Run]]) -> str:
+    """One line for each failure."""
+    rows = []
+    for failure, runs in made.items():
+        cells = [f"{run.end}, {run.right}" for run in runs[:2]] or ["not made", "not made"]
+        rows.append(f"| {failure.title} | {cells[0]} | {cells[1]} |\n")
+    return "".join((f"| how it ended, samples of {SAMPLES} | torch | Holdfast |\n|---|---|---|\n", *rows))
+
+
+def section(failure: Failure, runs: list[Run]) -> str:
+    heading = f"## {FAILURES.index(failure) + 1}. {failure.title}\n\n{failure.what}\n\n"
+    if not runs:
+        return f"{heading}Not made here: {missing(failure)}.\n"
+    rows = [f"| {run.loader} | {run.end} | {run.seconds:.1f} | {run.right} of {SAMPLES} |\n" for run in runs]
+    blocks = ["\n{}:\n\n```text\n{}\n```\n".format(run.loader, "\n".join(run.last)) for run in runs]
+    return "".join((heading, "| loader | end | seconds | came right |\n|---|---|---|---|\n", *rows, *blocks))
+
+
+def make(failure: Failure) -> list[Run]:
+    """It says what happens while it happens."""
     if why := missing(failure):
         print(f"{failure.name:14} not made: {why}", flush=True)
-        return f"{heading}\nNot made here: {why}.\n"
-    rows, blocks = [], []
+        return []
+    runs = []
     for each in runs_of(failure):
-        print(f"{failure.name:14} {each.loader:44} {each.end:28} {each.seconds:5.1f} s {each.right:4d}", flush=True)
-        rows.append(f"| {each.loader} | {each.end} | {each.seconds:.1f} | {each.right} of {SAMPLES} |\n")
-        lines = "\n".join(each.last)
-        blocks.append(f"\n{each.loader}:\n\n```text\n{lines}\n```\n")
-    table = "| loader | end | seconds | samples that came right |\n|---|---|---|---|\n"
-    return "".join((heading, "\n", table, *rows, *blocks))
+        print(f"{failure.name:14} {each.loader:40} {each.end:28} {each.seconds:5.1f} s {each.right:4d}", flush=True)
+        runs.append(each)
+    return runs
 
 
 def main(wanted: list[str]) -> None:
     # A shell starts background jobs with Ctrl-C ignored, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    chosen = [failure for failure in FAILURES if not wanted or failure.name in wanted]
-    sections = [section(FAILURES.index(failure) + 1, failure) for failure in chosen]
+    made = {failure: make(failure) for failure in FAILURES if not wanted or failure.name in wanted}
+    sections = [section(failure, runs) for failure, runs in made.items()]
     if wanted:
-        print("".join(sections))
+        print("\n".join(sections))
     else:
-        PAGE.write_text(page(sections))
+        PAGE.write_text("\n".join((INTRODUCTION, f"{versions()}\n", glance(made), *sections)))
         print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
