@@ -102,9 +102,9 @@ FAILURES = (
     Failure(
         "descriptors",
         "Descriptor leak",
-        "Each sample opens a file and does not close it. A process may have 256 open files (`ulimit -n 256`). "
-        "Holdfast replaces a worker before it reaches the limit; its report names the files.",
-        "ulimit -Sn 256; exec {run}",
+        "Each sample opens a file and does not close it. A process may have 256 open files, by its soft and its hard "
+        "limit (`ulimit -n 256`). Holdfast replaces a worker before it reaches the limit.",
+        "ulimit -n 256; exec {run}",
     ),
     Failure(
         "hang",
@@ -240,6 +240,7 @@ def neutral(output: str, folder: Path) -> str:
         text = text.replace(f"{path}/", "")
     text = text.replace(sys.executable, "python").replace(f"{ROOT}/", "").replace(str(ROOT), "")
     text = re.sub(r"(sent by pid \d+ \().*?\)(?: < .*)?, uid", r"\1another process), uid", text)
+    text = re.sub(r"; this runs under [^;\n]*", "", text)
     return "\n".join(shorter(line.rstrip()) for line in text.splitlines())
 
 
@@ -263,7 +264,8 @@ their own value, at their place. Both loaders have their defaults. Where one set
 has it.
 
 For each run you see how it ended, after how many seconds (2 to 3 of them are imports), and how many samples came right.
-Then come the last {LINES} lines of its output, stdout and stderr together, cut at {COLUMNS} columns. Paths are shortened.
+Then come the last {LINES} lines of its output, stdout and stderr together, cut at {COLUMNS} columns. Paths are
+shortened.
 
 `make failures` makes all runs again and writes this page. It takes about five minutes. It needs root, control groups of
 version 1 and `unshare`; the page says what could not be made.
@@ -271,9 +273,10 @@ version 1 and `unshare`; the page says what could not be made.
 
 
 def versions() -> str:
+    linux = ".".join(platform.release().split(".")[:2])
     return (
         f"These runs: {time.strftime('%Y-%m-%d')}, Holdfast {holdfast.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs."
+        f"Python {platform.python_version()}, Linux {linux}, {os.cpu_count()} CPUs."
     )
 
 

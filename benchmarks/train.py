@@ -63,6 +63,7 @@ class SharedFile(Images):
     def __init__(self) -> None:
         self.file: IO[bytes] = open("images.bin", "w+b")
         self.file.writelines(super(SharedFile, self).image(index).numpy().tobytes() for index in range(SAMPLES))
+        self.file.write(bytes(1 << 20))  # or a read at another worker's position might meet the end of the file
         self.file.flush()
 
     def image(self, index: int) -> torch.Tensor:
