@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Tests start hundreds of interpreters: without compiled modules each takes a second longer.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-pure lint lint-check soak-ledger soak-interrupts causes bench bench-auto bench-pool parity-pool notebook compat clean
+.PHONY: demo test test-all test-pure lint lint-check soak-ledger soak-interrupts causes bench bench-auto bench-pool failures parity-pool notebook compat clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -88,6 +88,10 @@ bench-pool: $(VENV)/ready .venv-peers/ready
 .venv-peers/ready:
 	$(BIN)/python -m pip install --quiet --target .venv-peers --no-deps loky pebble
 	touch $@
+
+# The eight failures that people post most, with torch's loader and with ours: writes docs/failures.md; five minutes.
+failures: $(VENV)/ready
+	$(BIN)/python -m benchmarks.failures
 
 # CPython's own tests of ProcessPoolExecutor, pointed at holdfast.Pool; five minutes.
 parity-pool: $(VENV)/ready

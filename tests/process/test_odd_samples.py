@@ -80,6 +80,7 @@ def test_a_few_samples_that_differ_are_left_out_and_named(make, workers):
     (incident,) = odd.incidents
     assert (incident.finding, incident.index, incident.stage) == ("samples-differ", ODD, "collate")
     assert SEEN in incident.says and incident.did == "left the sample out"
+    assert f"while collating index {ODD} of batch 0" in incident.line
     assert (odd.stats()["samples"], odd.stats()["bad_samples"]) == (15, 1)
 
 

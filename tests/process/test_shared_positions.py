@@ -74,6 +74,7 @@ def test_a_file_that_was_open_before_the_fork_gives_wrong_samples_and_is_told(pa
     assert wrong > 0
     (incident,) = held.incidents  # once, in however many epochs
     assert incident.finding == "handle-shared-by-fork"
+    assert incident.headline == "the trainer forks workers while dataset.file is open"
     assert incident.seen == (f"dataset.file is open: {path}",)
     assert "FileCache" in incident.advice and incident.did == "went on"
     assert "handle-shared-by-fork" in str(held.report())

@@ -253,7 +253,10 @@ def _headline(case: Case, finding: Finding) -> str:
         case What.UNPINNED:
             return "the trainer cannot let the device read shared memory in place"
         case What.SHARED:
-            return "the trainer forks workers while the dataset holds open files"
+            facts = case.evidence.facts if case.evidence is not None else ()
+            return (
+                f"{who} forks workers while {facts[0].partition(':')[0] if facts else 'the dataset holds open files'}"
+            )
         case What.STATELESS:
             return f"{who} cannot save the state of its stream"
         case What.TRAINER_ENDED:
@@ -320,6 +323,7 @@ def where(case: Case) -> str:
         strikes = f", death {case.strike} at this {'sample' if doing is None else 'batch'}"
     about = f"batch {case.task}, attempt {case.attempt}{strikes}"
     if doing is not None:
-        return f"{doing} batch {case.task} (attempt {case.attempt}{strikes})"
+        which = f"index {shown(case.index)} of " if case.stage is Stage.COLLATE and case.index is not None else ""
+        return f"{doing} {which}batch {case.task} (attempt {case.attempt}{strikes})"
     what = f"index {shown(case.index)}" if case.index is not None else "an item"
     return f"while loading {what} ({about})"
