@@ -121,7 +121,10 @@ def check(row, loader, got, errors):
 
 
 def assert_named(row, loader, says):
-    """What went wrong is named; where nothing is owed but the epoch, nothing is told."""
+    """What went wrong is named; where nothing is owed but the epoch, nothing is told. (The text of a report has the
+    last incident of each finding.)
+    """
+    says = "\n".join([says, *(incident.headline for incident in loader.incidents)])
     assert all(word in says for word in row.words), says
     found = {i.finding for i in loader.incidents}
     assert row.owed != "nobody" or not found, says
