@@ -42,7 +42,7 @@ def note(fd, what, index=0):
 @pytest.fixture(autouse=True)
 def crowded(monkeypatch):
     """As many processors as workers."""
-    monkeypatch.setattr("holdfast.loader.iterator.usable_cpus", lambda: WORKERS)
+    monkeypatch.setattr("holdfast.loader.epochs.usable_cpus", lambda: WORKERS)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_where_workers_fill_the_processors_each_has_one_slot(patient):
 
 
 def test_where_they_do_not_each_has_two(patient, monkeypatch):
-    monkeypatch.setattr("holdfast.loader.iterator.usable_cpus", lambda: 99)
+    monkeypatch.setattr("holdfast.loader.epochs.usable_cpus", lambda: 99)
     iterator = iter(DataLoader(Large(4 * 40), batch_size=4, num_workers=WORKERS))
     assert firsts(islice(iterator, 30)) == list(range(0, 120, 4))
     assert max(touched(iterator)) == 2
