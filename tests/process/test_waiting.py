@@ -80,6 +80,20 @@ def test_ctrl_c_in_a_hang_leaves_word_of_the_sample():
     assert float(re.search(r"waited ([\d.]+) s$", text, re.MULTILINE)[1]) >= 1.0
 
 
+def test_what_interrupts_a_hang_ends_with_the_sample_and_what_to_do():
+    """A note on the exception, which Python prints below the traceback."""
+    iterator = iter(DataLoader(Hangs(), num_workers=1))
+    for _ in range(3):
+        next(iterator)
+    threading.Timer(2.0, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        next(iterator)
+    (note,) = caught.value.__notes__
+    first, *rest = note.splitlines()
+    assert re.match(r"worker 0 \(pid \d+\) has been on index 3 \(batch 3\) for [\d.]+ s", first)
+    assert any(line.startswith("    try    Policy(sample_timeout=seconds)") for line in rest)
+
+
 def test_a_short_wait_that_is_interrupted_is_no_incident():
     """And the iterator goes on: nothing was half done."""
     loader = DataLoader(Hangs(), num_workers=1)

@@ -239,7 +239,8 @@ class WorkerIterator(InterruptibleNext, LoaderEpochs):
         record.waited_s += waited
         at_work = self._at_work() if waited >= LONG_S else None
         if at_work is not None and at_work[1].seconds >= LONG_S:
-            self._narrator.interrupted(type(error).__name__, waited, *at_work)
+            # Below the traceback: whoever pressed Ctrl-C in a hang sees there what it waited for.
+            error.add_note(self._narrator.interrupted(type(error).__name__, waited, *at_work))
 
     def _look(self, waiting_s: float) -> None:
         """Are there as many workers as there should be?"""

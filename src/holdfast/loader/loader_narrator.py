@@ -139,12 +139,15 @@ class LoaderNarrator(Narrator):
         error.__cause__ = _shown_first(incident.stack)
         return error
 
-    def interrupted(self, by: str, waited_s: float, worker: int, on: Place) -> None:
-        """next() was waiting for this worker when an exception from outside ended that."""
+    def interrupted(self, by: str, waited_s: float, worker: int, on: Place) -> str:
+        """next() was waiting for this worker when an exception from outside ended that. Gives a note for it."""
         says = f"next() was interrupted after {waited_s:.1f} s ({by}), and waited for it"
         incident = self._unfinished(says, "left the worker alone", worker, on)
         self.record.add(incident)
         warn(incident.line)
+        line = users_line(incident.stack)
+        headline = f"{incident.headline}\n{line}" if line else incident.headline
+        return str(replace(incident, headline=headline, stack=""))
 
     def _unfinished(self, says: str, did: str, worker: int, on: Place) -> Incident:
         """What the worker does is not judged: it may be a hang, or a slow sample."""
