@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import DataLoader
 from holdfast.__main__ import main
 from holdfast.diagnose.run_reader import parts_of
 from holdfast.system.run_files import records_of
@@ -151,3 +152,16 @@ def test_a_log_that_is_cut_at_any_byte_can_be_read(folder, tmp_path, cut, capsys
     (folder / "trainer-7-0.jsonl").write_bytes(text[: len(text) - cut])
     (part,), odd = parts_of(Path(folder))
     assert not odd and part.stats.batches in range(3)
+
+
+def test_a_relative_folder_stays_where_it_is(tmp_path, monkeypatch):
+    """The script may change its directory in the middle of an epoch."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_RUN_DIR", "run")
+    iterator = iter(DataLoader(range(40), num_workers=1))
+    next(iterator)
+    os.chdir("elsewhere")
+    assert len(list(iterator)) == 39
+    assert sorted(path.name.partition("-")[0] for path in (tmp_path / "run").iterdir()) == ["keeper", "trainer"]
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -144,7 +144,7 @@ class RunFolder:
     def __init__(self, folder: str, kind: str, dataset: object = None) -> None:
         """`kind`: "loader", "pool", or whose part it is."""
         self._kind = kind
-        self._folder = folder
+        self._folder = os.path.abspath(folder)  # the script may change its directory, and the keeper has its own
         self._dataset = dataset
         self._begin()
 
