@@ -25,7 +25,7 @@ def test_a_segfault_with_both_loaders(temporary):
     # torch loses what other workers had made ready; Holdfast gives all before the batch, or all but one sample.
     before = train.BAD // 16 * 16
     assert theirs.right <= ours.right == before and again.right == train.SAMPLES - 1
-    assert "Segmentation fault" in theirs.last[-1]
+    assert "DataLoader worker" in theirs.last[-1]  # torch names the signal only if it hears of it first
     assert any(f"index {train.BAD}" in line for line in ours.last + again.last)
     assert again.last[-1] == "the epoch is complete"
     for run in (theirs, ours, again):

@@ -163,7 +163,7 @@ def test_a_life_begins(maker):
         assert driver.begin(1) == Booted(1, 1)
         assert not driver.of(Booted, 0)
         _, pid, _ = driver.ask(0, "echo", worker=1)
-        assert driver.host.pid_of(1) == driver.host.workers[1].pid == pid
+        assert driver.host.workers[1].pid == driver.host.pid_of(1) == pid  # a handle waits until the host has heard it
         assert [handle.has_life for handle in driver.host.workers] == [False, True]
         driver.host.retire(1, 1)
         driver.until(Exited, 1)
